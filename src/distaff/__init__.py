@@ -1,0 +1,42 @@
+"""Flax models for Hugging Face checkpoints on today's JAX.
+
+Names are imported when they are first used: `import distaff` loads neither jax nor transformers.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from distaff.models import FAMILIES, public_names
+
+if TYPE_CHECKING:
+    from distaff.models.auto import *  # noqa: F403
+    from distaff.models.bert import *  # noqa: F403
+    from distaff.models.roberta import *  # noqa: F403
+    from distaff.pipelines import pipeline as pipeline
+    from distaff.pretrained import FlaxPreTrainedModel as FlaxPreTrainedModel
+
+__version__ = "0.1.0"
+
+_AUTO_HEADS = sorted({head for family in FAMILIES.values() for head in family.heads} - {"Model"})
+
+_HOMES = {
+    **public_names(),
+    "FlaxPreTrainedModel": "distaff.pretrained",
+    "FlaxAutoModel": "distaff.models.auto",
+    **{f"FlaxAutoModel{head}": "distaff.models.auto" for head in _AUTO_HEADS},
+    "pipeline": "distaff.pipelines",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'distaff' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

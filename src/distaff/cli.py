@@ -1,0 +1,202 @@
+"""The command line. Each command is one line of the table below; its module is imported when it is called."""
+
+import difflib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distaff.core.errors import DistaffError, UsageError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: the module and function that do it, its dataclass of flags, and a line of help."""
+
+    module: str
+    function: str
+    flags: str
+    help: str
+    positional: tuple[str, ...] = ()
+
+
+COMMANDS: dict[tuple[str, ...], Command] = {
+    ("quickstart",): Command(
+        "distaff.quickstart", "run", "QuickstartFlags", "Train a small RoBERTa on text that comes with Python."
+    ),
+    ("tokenizer", "train"): Command("distaff.tasks.tokenizer", "run", "TokenizerFlags", "Train a tokenizer on texts."),
+    ("config", "create"): Command("distaff.tasks.config", "create", "ConfigFlags", "Write a model config."),
+    ("train", "mlm"): Command("distaff.tasks.mlm", "train", "MlmFlags", "Masked language modeling."),
+    ("eval", "mlm"): Command("distaff.tasks.mlm", "evaluate_only", "MlmFlags", "Evaluate a masked language model."),
+    ("predict", "fill-mask"): Command(
+        "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
+    ),
+    ("push",): Command(
+        "distaff.tasks.push", "push", "PushFlags", "Publish a folder on the Hub.", ("folder", "repo_id")
+    ),
+}
+
+# Asks glibc for transparent huge pages: the buffers of a step cost 100,000 page faults otherwise, a fifth of its time.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `distaff` with `arguments` and return the exit code: 0, 1 where something failed, 2 for wrong usage."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = _take(words, "--debug")
+    huge_pages = not _take(words, "--no_hugepages")
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(importlib.import_module("importlib.metadata").version("distaff"))
+        return 0
+    try:
+        name, command = find_command(words)
+        rest = words[len(name) :]
+        if huge_pages and arguments is None and not {"-h", "--help"} & set(rest):
+            restart_with_huge_pages()
+        return call(name, command, rest)
+    except DistaffError as error:
+        if debug:
+            raise
+        print(f"distaff: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("distaff: interrupted", file=sys.stderr)
+        return 130
+
+
+def usage() -> str:
+    """Return the list of commands."""
+    lines = ["usage: distaff COMMAND [flags]   (distaff COMMAND --help for its flags)", ""]
+    lines += [f"  {' '.join(name):<20} {command.help}" for name, command in COMMANDS.items()]
+    lines += [
+        "",
+        "  A .yaml file after the command holds flags; flags on the command line win over it.",
+        "  --debug shows tracebacks; --no_hugepages leaves the process's memory as the system sets it.",
+    ]
+    return "\n".join(lines)
+
+
+def find_command(words: Sequence[str]) -> tuple[tuple[str, ...], Command]:
+    """Return the command that `words` begin with. Raises `UsageError` that names the nearest one."""
+    for length in (2, 1):
+        name = tuple(words[:length])
+        if name in COMMANDS:
+            return name, COMMANDS[name]
+    asked = " ".join(word for word in words[:2] if not word.startswith("-"))
+    known = [" ".join(name) for name in COMMANDS]
+    near = difflib.get_close_matches(asked, known, 1) or [name for name in known if name.startswith(f"{words[0]} ")]
+    raise UsageError(
+        f"There is no command '{asked}'"
+        + (f": did you mean 'distaff {near[0]}'?" if near else f": there are {', '.join(known)}.")
+    )
+
+
+def call(name: tuple[str, ...], command: Command, words: list[str]) -> int:
+    """Parse the flags and run the command in a process that is set up for it."""
+    set_up_process()
+    module = importlib.import_module(command.module)
+    flags = parse(name, command, getattr(module, command.flags), words)
+    result = getattr(module, command.function)(flags)
+    return result if isinstance(result, int) else 0
+
+
+def parse(name: tuple[str, ...], command: Command, flags_class: Any, words: list[str]) -> Any:
+    """Return the flags of `words`, after those of a .yaml file that stands first."""
+    from transformers import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str):
+            raise UsageError(f"{message[:1].upper()}{message[1:]}; see 'distaff {' '.join(name)} --help'.")
+
+    # In an annotation its own: HfArgumentParser asks for types by name in the dataclass's module.
+    parser: Any = Parser(flags_class, prog=f"distaff {' '.join(name)}", description=command.help, allow_abbrev=False)
+    known = {option for action in parser._actions for option in action.option_strings}
+    words = [*recipe_words(words, known), *words[1:]] if words and words[0].endswith((".yaml", ".yml")) else words
+    words = _positional(command, words)
+    *parsed, left = parser.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
+    if left:
+        raise UsageError(_unknown(left[0], known, name))
+    return parsed[0]
+
+
+def recipe_words(words: list[str], known: set[str]) -> list[str]:
+    """Return the flags of the .yaml file that `words` begin with, as words of a command line."""
+    import yaml
+
+    path = Path(words[0])
+    if not path.is_file():
+        raise UsageError(f"There is no recipe '{path}': check its name.")
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UsageError(f"'{path}' is not valid YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"'{path}' must hold flags as 'name: value' lines.")
+    values.pop("recipe", None)
+    found = []
+    for key, value in values.items():
+        if f"--{key}" not in known:
+            raise UsageError(_unknown(f"--{key}", known, (str(path),)))
+        if value is not None:
+            found += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+    return found
+
+
+def set_up_process() -> None:
+    """Set what belongs to a process and not to a library: quiet logs, and the cache of compiled programs."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
+    logging.getLogger("distaff").setLevel(logging.INFO)
+    import jax
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "distaff" / "xla"
+    if jax.config.read("jax_compilation_cache_dir") is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+
+
+def restart_with_huge_pages() -> None:
+    """Start this command again, once, with huge pages for malloc; only before jax is loaded, and only on Linux."""
+    if not sys.platform.startswith("linux") or "GLIBC_TUNABLES" in os.environ or "jax" in sys.modules:
+        return
+    print("distaff: started again with huge pages for malloc (--no_hugepages leaves that out)", file=sys.stderr)
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **HUGE_PAGES})
+
+
+def _take(words: list[str], word: str) -> bool:
+    present = word in words
+    while word in words:
+        words.remove(word)
+    return present
+
+
+def _positional(command: Command, words: list[str]) -> list[str]:
+    """Turn the leading words that are no flags into the flags that they stand for."""
+    turned: list[str] = []
+    rest = list(words)
+    for index, name in enumerate(command.positional):
+        last = index == len(command.positional) - 1
+        taken: list[str] = []
+        while rest and not rest[0].startswith("--") and (last or not taken):
+            taken.append(rest.pop(0))
+        turned += [f"--{name}", *taken] if taken else []
+    return turned + rest
+
+
+def _unknown(word: str, known: set[str], where: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(word.split("=")[0], known, 1)
+    hint = f"did you mean {near[0]}?" if near else f"see 'distaff {' '.join(where)} --help'."
+    return f"{' '.join(where)} has no flag {word}: {hint}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

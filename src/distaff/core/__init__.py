@@ -1,0 +1,1 @@
+"""What every layer stands on and what knows no model: paths, precision, meshes, errors."""

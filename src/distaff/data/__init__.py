@@ -1,0 +1,1 @@
+"""Text to batches: numpy in, numpy out, and no model."""

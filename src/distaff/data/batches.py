@@ -1,0 +1,125 @@
+"""Batches of fixed shapes, each a pure function of (seed, step, process).
+
+The order of an epoch is grain's shuffle, which finds the i-th row of epoch e without a permutation in memory; so there
+is no position to save, and no row is dropped: the last batch of an epoch is filled up with a row of weight zero.
+"""
+
+from typing import Any, Protocol
+
+import grain
+import numpy as np
+
+from distaff.core.errors import DataError, UsageError
+from distaff.data.columns import row_lengths
+
+# More lengths would save little padding, and each is a program to compile.
+_BUCKETS = 4
+_BUCKET_MULTIPLE = 8
+
+
+class Collate(Protocol):
+    """Makes arrays out of rows of a dataset."""
+
+    def __call__(
+        self, rows: Any, *, indices: np.ndarray, weights: np.ndarray, epoch: int, length: int | None
+    ) -> dict[str, np.ndarray]:
+        """Return arrays with one leading row for each of `rows`.
+
+        Args:
+            rows: the rows, as a `pyarrow.Table`.
+            indices: [batch] int64, the rows' numbers in the dataset: what randomness of its own a row may have is a
+                function of (seed, epoch, index).
+            weights: [batch] float32, 0 for rows that only fill up the batch: they must not count anywhere.
+            epoch: 1, 2, ... in training; always 0 in evaluation.
+            length: what to pad to, or None where rows have no length.
+        """
+        ...
+
+
+class Batches:
+    """`batches(step)` returns the rows of this process of the global batch of a step.
+
+    Args:
+        dataset: a `datasets.Dataset`, or anything with a length that gives a `pyarrow.Table` for a list of row numbers
+            under `with_format("arrow")`.
+        collate: makes arrays out of rows.
+        batch_size: rows of the global batch: per device * devices * accumulation.
+        shuffle: True in training. Without it the rows come in order and `epoch` is always 0, so that what `collate`
+            draws is fixed.
+        max_length: the longest row, in tokens; None where rows have no length.
+        pad_to_max_length: if not, the batch has the smallest of at most four lengths that its rows fit in.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        collate: Collate,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        max_length: int | None = None,
+        pad_to_max_length: bool = True,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
+        if len(dataset) == 0:
+            raise DataError("The dataset has no rows: there is nothing to make batches of.")
+        if batch_size < 1 or batch_size % process_count:
+            raise UsageError(
+                f"A batch of {batch_size} rows cannot be split over {process_count} process(es): "
+                f"choose a positive multiple of {process_count}."
+            )
+        self.rows = len(dataset)
+        self.batch_size = batch_size
+        self.steps_per_epoch = -(-self.rows // batch_size)
+        self._dataset = dataset.with_format("arrow")
+        self._collate = collate
+        # grain takes seeds of 32 bits.
+        self._order = grain.MapDataset.range(self.rows).shuffle(seed=seed % 2**32).repeat() if shuffle else None
+        self._local = slice(
+            process_index * batch_size // process_count, (process_index + 1) * batch_size // process_count
+        )
+        self._max_length = max_length
+        self._lengths: np.ndarray | None = None
+        if max_length is not None and not pad_to_max_length:
+            self._lengths = row_lengths(dataset)
+            self.buckets = length_buckets(max_length)
+
+    def epoch(self, step: int) -> float:
+        """Return how many epochs the steps before `step` are."""
+        return step / self.steps_per_epoch
+
+    def indices(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows' numbers [batch_size] int64 of the global batch, and their weights [batch_size] float32."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        start = place * self.batch_size
+        count = min(self.batch_size, self.rows - start)
+        numbers = np.arange(start, start + count, dtype=np.int64)
+        if self._order is not None:
+            numbers = np.array([self._order[epoch * self.rows + int(number)] for number in numbers], np.int64)
+        fill = self.batch_size - count
+        weights = np.repeat(np.array([1, 0], np.float32), [count, fill])
+        return np.concatenate([numbers, np.repeat(numbers[:1], fill)]), weights
+
+    def __call__(self, step: int) -> dict[str, np.ndarray]:
+        """Return what `collate` makes of this process's rows, every array with batch_size / process_count rows."""
+        if step < 0:
+            raise UsageError(f"There is no step {step}: steps count from 0.")
+        indices, weights = self.indices(step)
+        length = self._max_length
+        if self._lengths is not None:
+            # Over the whole global batch, so that all processes choose alike.
+            longest = int(self._lengths[indices].max())
+            length = next(bucket for bucket in self.buckets if bucket >= longest)
+        local = indices[self._local]
+        epoch = 0 if self._order is None else 1 + step // self.steps_per_epoch
+        rows = self._dataset[local]
+        return self._collate(rows, indices=local, weights=weights[self._local], epoch=epoch, length=length)
+
+
+def length_buckets(max_length: int) -> tuple[int, ...]:
+    """Return at most four lengths, about a quarter of `max_length` apart and multiples of 8, the last `max_length`."""
+    step = _BUCKETS * _BUCKET_MULTIPLE
+    bounds = {_BUCKET_MULTIPLE * -(-max_length * part // step) for part in range(1, _BUCKETS)}
+    return (*sorted(bound for bound in bounds if bound < max_length), max_length)

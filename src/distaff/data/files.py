@@ -1,0 +1,228 @@
+"""Texts out of .txt, .jsonl, .json, .csv and .parquet files, one at a time, with the line of whatever is wrong."""
+
+import csv
+import glob
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distaff.core.errors import DataError, UsageError, listed
+
+# A row's place in the file, and what stands in its text column.
+Row = tuple[int, Any]
+
+
+@dataclass
+class ReadCount:
+    """What reading a file came to."""
+
+    texts: int = 0
+    blank: int = 0
+
+
+def expand_files(files: str | Sequence[str]) -> list[Path]:
+    """Return the files that names, comma lists and globs stand for, in order; each exists and holds something."""
+    names = [files] if isinstance(files, str) else list(files)
+    paths: list[Path] = []
+    for name in names:
+        for part in [name] if Path(name).exists() else [part.strip() for part in name.split(",") if part.strip()]:
+            path = Path(part).expanduser()
+            if any(mark in part for mark in "*?[") and not path.exists():
+                found = sorted(glob.glob(str(path), recursive=True))
+                if not found:
+                    raise DataError(f"No file matches '{part}': check the pattern and the folder it starts from.")
+                paths += map(Path, found)
+            else:
+                paths.append(path)
+    for path in paths:
+        _check(path)
+    return paths
+
+
+def _check(path: Path) -> None:
+    if path.is_dir():
+        raise DataError(f"'{path}' is a folder, not a file: name the files in it, as in '{path}/*.txt'.")
+    if not path.exists():
+        raise DataError(f"There is no file '{path}': check its name and the folder that you are in.")
+    if path.suffix.lower() not in READERS:
+        raise UsageError(f"'{path}' ends in '{path.suffix}', which is none of {listed(READERS)}: convert or rename it.")
+    if path.stat().st_size == 0:
+        raise DataError(f"'{path}' is empty: it needs at least one line of text.")
+
+
+def read_texts(path: Path, *, column: str | None = None, count: ReadCount | None = None) -> Iterator[str]:
+    """Yield the texts of `path` that are not blank, unchanged; `count` is kept up to date on the way.
+
+    In a .txt file each line is a text; "\\n", "\\r\\n" and "\\r" end a line, as in Python's own text files, and nothing
+    else does (U+2028, U+0085 and form feeds stay inside). A byte order mark is left out. In the other formats the text
+    is the column `column`, or "text", or else the first column of strings; null counts as blank.
+    """
+    count = ReadCount() if count is None else count
+    try:
+        for row, value in READERS[path.suffix.lower()](path, column):
+            if value is None or (isinstance(value, str) and not value.strip()):
+                count.blank += 1
+            elif isinstance(value, str):
+                count.texts += 1
+                yield value
+            else:
+                raise DataError(
+                    f"{path}, {_place(path)} {row}: the text is of type {type(value).__name__} ({str(value)[:40]!r}), "
+                    "not a string; correct the row or choose another --text_column."
+                )
+    except OSError as error:
+        raise DataError(f"'{path}' cannot be read: {error.strerror or error}.") from error
+    if count.texts == 0:
+        raise DataError(f"'{path}' has no text: {count.blank} blank rows and nothing else.")
+
+
+def _place(path: Path) -> str:
+    return "row" if path.suffix.lower() in (".parquet", ".json") else "line"
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (number, line with its ending), split at newline bytes only."""
+    offset = 0
+    with path.open("rb") as handle:
+        for number, raw in enumerate(handle, start=1):
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path}, line {number}: byte 0x{error.object[error.start]:02x} at offset {offset + error.start} "
+                    "is not UTF-8; convert the file, for instance with 'iconv -t utf-8'."
+                ) from error
+            offset += len(raw)
+            yield number, line
+
+
+def _read_txt(path: Path, column: str | None) -> Iterator[Row]:
+    if column not in (None, "text"):
+        raise UsageError(f"'{path}' is plain text and has no column '{column}': leave --text_column out.")
+    number = 0
+    for _, line in _lines(path):
+        if "\r" not in line:
+            number += 1
+            yield number, line.removesuffix("\n")
+            continue
+        # io.StringIO translates "\r\n" and "\r" as open() does.
+        for part in io.StringIO(line, newline=None):
+            number += 1
+            yield number, part.removesuffix("\n")
+
+
+def _read_jsonl(path: Path, column: str | None) -> Iterator[Row]:
+    chosen: str | None = None
+    for number, line in _lines(path):
+        if not line.strip():
+            yield number, None
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}, line {number}: not valid JSON ({error.msg}, column {error.colno}).") from error
+        chosen = chosen or _choose(path, record, column, f"line {number}")
+        yield number, _value(path, record, chosen, f"line {number}")
+
+
+def _read_json(path: Path, column: str | None) -> Iterator[Row]:
+    """Read a list of objects, {"data": [objects]}, or objects line by line (told by the first line)."""
+    first = next((line for _, line in _lines(path) if line.strip()), "null")
+    try:
+        record = json.loads(first)
+    except json.JSONDecodeError:
+        record = None  # the first line is a part of something longer
+    if isinstance(record, dict) and not isinstance(record.get("data"), list):
+        yield from _read_jsonl(path, column)
+        return
+    text = "".join(line for _, line in _lines(path))
+    try:
+        records = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}, column {error.colno}).") from error
+    if isinstance(records, dict):
+        records = records["data"] if isinstance(records.get("data"), list) else [records]
+    if not isinstance(records, list):
+        raise DataError(
+            f"'{path}' holds a {type(records).__name__}: a list of objects is needed, or one object a line."
+        )
+    chosen: str | None = None
+    for number, record in enumerate(records, start=1):
+        chosen = chosen or _choose(path, record, column, f"row {number}")
+        yield number, _value(path, record, chosen, f"row {number}")
+
+
+def _read_csv(path: Path, column: str | None) -> Iterator[Row]:
+    # The limit of the csv module, 128 kB a field, is one for the whole process; long texts need more.
+    csv.field_size_limit(max(csv.field_size_limit(), 1 << 30))
+    reader = csv.reader((line for _, line in _lines(path)), strict=True)
+    try:
+        header = next(reader, [])
+        index = header.index(_choose(path, dict.fromkeys(header, ""), column, "line 1"))
+        for fields in reader:
+            if fields and len(fields) != len(header):
+                raise DataError(
+                    f"{path}, line {reader.line_num}: {len(fields)} fields where the header has {len(header)}; "
+                    "put texts that hold commas in quotes."
+                )
+            yield reader.line_num, fields[index] if fields else None
+    except csv.Error as error:
+        raise DataError(f"{path}, line {reader.line_num}: not valid CSV ({error}).") from error
+
+
+def _read_parquet(path: Path, column: str | None) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        raise DataError(f"'{path}' is not a Parquet file, or it was cut short.") from error
+    with file:
+        schema = file.schema_arrow
+        strings = (pa.types.is_string, pa.types.is_large_string)
+        record = {field.name: "" if any(is_text(field.type) for is_text in strings) else 0 for field in schema}
+        chosen = _choose(path, record, column, "the schema")
+        if record[chosen] == 0:
+            raise DataError(f"'{path}': column '{chosen}' is of type {schema.field(chosen).type}, not string.")
+        row = 0
+        for batch in file.iter_batches(batch_size=1000, columns=[chosen]):
+            for value in batch.column(0).to_pylist():
+                row += 1
+                yield row, value
+
+
+def _choose(path: Path, record: Any, column: str | None, place: str) -> str:
+    """Return the name of the text column, seen on one record."""
+    if not isinstance(record, dict):
+        raise DataError(f"{path}, {place}: a {type(record).__name__} where an object with a text column is needed.")
+    if column is not None:
+        if column not in record:
+            raise DataError(f"'{path}' has no column '{column}': it has {listed(record) or 'none'}.")
+        return column
+    names = ["text"] if "text" in record else [name for name, value in record.items() if isinstance(value, str)]
+    if not names:
+        raise DataError(
+            f"'{path}' has no column of text: it has {listed(record) or 'none'}; name one by --text_column."
+        )
+    return names[0]
+
+
+def _value(path: Path, record: Any, column: str, place: str) -> Any:
+    if not isinstance(record, dict):
+        raise DataError(f"{path}, {place}: a {type(record).__name__} where an object is needed.")
+    if column not in record:
+        raise DataError(f"{path}, {place}: no column '{column}', only {listed(record) or 'an empty object'}.")
+    return record[column]
+
+
+READERS: dict[str, Callable[[Path, str | None], Iterator[Row]]] = {
+    ".txt": _read_txt,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}

@@ -1,0 +1,232 @@
+"""From a checkpoint's tensors to parameters: names matched, coverage checked, then row by row onto the devices."""
+
+import mmap
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from distaff.core.errors import CheckpointError, listed
+from distaff.weights import Leaf, Row, Tie, matches, random_tensor, to_ours
+
+# Buffers from this size on are mapped on their own and offered to huge pages: a fault a page is half of the time of
+# reading otherwise.
+_LARGE = 1 << 21
+# XLA on CPU takes a host buffer over without a copy if it is aligned to this many bytes.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class LoadingReport:
+    """What a checkpoint and a model did not share, by the names that PyTorch uses.
+
+    `new` tensors were made at random for heads that the checkpoint lacks, `unused` ones stand in the checkpoint and
+    have no place in the model, `mismatched` ones had another shape and were made at random because
+    `ignore_mismatched_sizes` was given.
+    """
+
+    new: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FamilyNames:
+    """What matching names needs to know of a family.
+
+    `prefix` is the name of the base model inside a headed one, `is_base` whether the model is the base itself,
+    `base_rows` all rows of the base model without the prefix, `ignored` patterns of keys without meaning for us.
+    """
+
+    prefix: str
+    is_base: bool
+    base_rows: tuple[Row, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+
+class _FileNames:
+    """The names in a file, found with or without the base model's prefix."""
+
+    def __init__(self, checkpoint, family: FamilyNames):
+        self.format = checkpoint.format
+        self.names = set(checkpoint.keys())
+        self.separator = "/" if self.format == "msgpack" else "."
+        self.family = family
+        self.start = f"{family.prefix}{self.separator}"
+        self.prefixed = bool(family.prefix) and any(name.startswith(self.start) for name in self.names)
+
+    def find(self, row: Row) -> str | None:
+        """Return the name under which the file holds `row`, or None."""
+        return next((name for name in map(self._in_file, row.names(self.format)) if name in self.names), None)
+
+    def _in_file(self, name: str) -> str:
+        if not self.family.prefix:
+            return name
+        if self.family.is_base:
+            return f"{self.start}{name}" if self.prefixed else name
+        return name if self.prefixed else name.removeprefix(self.start)
+
+    def strangers(self, left_over: set[str]) -> list[str]:
+        """Return those left-over names that lie inside the base model and that no such model has."""
+        rows = [row.layer(index) for row in self.family.base_rows for index in range(row.count or 1)]
+        known = {name for row in rows for name in row.names(self.format)}
+        parts = {name.split(self.separator)[0] for name in known}
+
+        def stranger(name: str) -> bool:
+            inner = name.removeprefix(self.start)
+            inside = name.startswith(self.start) if self.prefixed else inner.split(self.separator)[0] in parts
+            return inside and inner not in known
+
+        return sorted(filter(stranger, left_over))
+
+
+def is_untied(checkpoint, ties: tuple[Tie, ...], family: FamilyNames) -> bool:
+    """Tell whether the file holds both tensors of a tie with different values, which makes them two parameters."""
+    names = _FileNames(checkpoint, family)
+    for tie in ties:
+        head_name = names.find(Row(tie.key, "", "linear", ()))
+        table_name = names.find(Row(tie.source, "", "embedding", ()))
+        if head_name is None or table_name is None:
+            continue
+        head, table = checkpoint[head_name], checkpoint[table_name]
+        head = head.T if checkpoint.format == "msgpack" else head
+        if head.shape != table.shape or not np.array_equal(head, table):
+            return True
+    return False
+
+
+def load_params(
+    checkpoint,
+    table: Mapping[str, Leaf],
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    family: FamilyNames,
+    ties: tuple[Tie, ...] = (),
+    seed: int = 0,
+    initializer_range: float = 0.02,
+    ignore_mismatched_sizes: bool = False,
+    sharding: Callable[[Leaf, tuple[int, ...]], NamedSharding | None] = lambda leaf, shape: None,
+) -> tuple[dict[str, Any], LoadingReport]:
+    """Return parameters by path, in the dtypes of `shapes`, and what did not match.
+
+    Raises `CheckpointError` that lists every missing, left-over or misshapen tensor of the base model at once.
+    """
+    found, report = _match(checkpoint, table, shapes, family, ties, ignore_mismatched_sizes)
+
+    def read(path: str):
+        leaf, shape = table[path], shapes[path]
+        host = _host_array(leaf, shape, found, checkpoint, seed, initializer_range)
+        return _on_devices(host, sharding(leaf, shape.shape))
+
+    # Copies release the interpreter lock; two at a time keep a laptop's memory bus busy.
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        params = dict(zip(table, pool.map(read, table)))
+    return params, report
+
+
+def random_params(
+    table: Mapping[str, Leaf],
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    seed: int,
+    initializer_range: float,
+    sharding: Callable[[Leaf, tuple[int, ...]], NamedSharding | None] = lambda leaf, shape: None,
+) -> dict[str, Any]:
+    """Return random parameters by path, each a function of the seed and its row alone."""
+
+    def make(path: str):
+        leaf, shape = table[path], shapes[path]
+        return _on_devices(_host_array(leaf, shape, {}, None, seed, initializer_range), sharding(leaf, shape.shape))
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return dict(zip(table, pool.map(make, table)))
+
+
+def _match(checkpoint, table, shapes, family, ties, ignore_mismatched_sizes) -> tuple[dict[str, str], LoadingReport]:
+    """Return which file name each row's key is read from, and the report."""
+    names = _FileNames(checkpoint, family)
+    found: dict[str, str] = {}
+    missing: list[str] = []
+    new: list[str] = []
+    wrong: list[str] = []
+    mismatched: list[str] = []
+    for leaf in table.values():
+        want = shapes[leaf.path].shape[1:] if leaf.stacked else shapes[leaf.path].shape
+        for row in leaf.rows:
+            name = names.find(row)
+            if name is None:
+                (missing if row.required else new).append(row.key)
+                continue
+            expected = tuple(want)[::-1] if row.kind == "linear" and checkpoint.format != "msgpack" else tuple(want)
+            if tuple(checkpoint.shape(name)) == expected:
+                found[row.key] = name
+            elif ignore_mismatched_sizes:
+                mismatched.append(row.key)
+            else:
+                wrong.append(f"{row.key} ({leaf.path}): file {tuple(checkpoint.shape(name))}, model {expected}")
+    left_over = _left_over(names, table, ties, family)
+    _refuse(checkpoint, missing, wrong, names.strangers(left_over))
+    return found, LoadingReport(tuple(new), tuple(sorted(left_over)), tuple(mismatched))
+
+
+def _left_over(names: _FileNames, table, ties, family) -> set[str]:
+    used: set[str] = set()
+    for leaf in table.values():
+        for row in leaf.rows:
+            each = [Row(key, "", row.kind, ()) for key in (row.key, *row.aliases, *row.copies)]
+            used.update(name for name in map(names.find, [row, *each]) if name)
+    used.update(name for name in (names.find(Row(tie.key, "", "linear", ())) for tie in ties) if name)
+    return {name for name in names.names - used if not matches(family.ignored, name)}
+
+
+def _refuse(checkpoint, missing, wrong, strangers) -> None:
+    faults = []
+    if missing:
+        faults.append(f"{len(missing)} missing: {listed(missing)}")
+    if wrong:
+        faults.append(f"{len(wrong)} of another shape: {listed(wrong)}")
+    if strangers:
+        faults.append(f"{len(strangers)} without a place in the model: {listed(strangers)}")
+    if not faults:
+        return
+    remedy = "compare the config with the checkpoint"
+    if wrong and not missing and not strangers:
+        remedy += ", or pass ignore_mismatched_sizes=True to start those anew"
+    files = listed((str(file) for file in checkpoint.files), 3)
+    raise CheckpointError(f"The tensors of {files} do not fit the model; {'; '.join(faults)}. Remedy: {remedy}.")
+
+
+def _host_array(leaf, shape, found, checkpoint, seed, initializer_range) -> np.ndarray:
+    """Return the leaf as a host array of our layout, read where the file has it and random where not."""
+    out = _buffer(shape.shape, np.dtype(shape.dtype))
+    for index, row in enumerate(leaf.rows):
+        target = out[index] if leaf.stacked else out
+        name = found.get(row.key)
+        if name is None:
+            np.copyto(target, random_tensor(row, target.shape, seed, initializer_range), casting="unsafe")
+        else:
+            np.copyto(target, to_ours(checkpoint[name], row.kind, checkpoint.format), casting="unsafe")
+    return out
+
+
+def _buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return an uninitialised array that XLA on CPU can take over without a copy."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    if size >= _LARGE:
+        pages = mmap.mmap(-1, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(pages, dtype, count=int(np.prod(shape))).reshape(shape)
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _on_devices(host: np.ndarray, sharding: NamedSharding | None):
+    if sharding is None:
+        return jax.device_put(host)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

@@ -1,0 +1,41 @@
+"""One file a family. The registry below is all that the rest of the library knows of them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where a model type's classes stand: `Flax<name><head>` in the module `file`."""
+
+    file: str
+    name: str
+    heads: tuple[str, ...]
+
+    def classes(self) -> dict[str, str]:
+        """Class name by head."""
+        return {head: f"Flax{self.name}{head}" for head in self.heads}
+
+
+_ROBERTA_HEADS = tuple(
+    "Model ForMaskedLM ForCausalLM ForSequenceClassification ForMultipleChoice ForTokenClassification "
+    "ForQuestionAnswering".split()
+)
+
+# By model type of the config. To add a family, add its file and a line here.
+FAMILIES: dict[str, Family] = {
+    "bert": Family(
+        "bert",
+        "Bert",
+        tuple(
+            "Model ForPreTraining ForMaskedLM ForNextSentencePrediction ForSequenceClassification ForMultipleChoice "
+            "ForTokenClassification ForQuestionAnswering".split()
+        ),
+    ),
+    "roberta": Family("roberta", "Roberta", _ROBERTA_HEADS),
+    "xlm-roberta": Family("roberta", "XLMRoberta", _ROBERTA_HEADS),
+}
+
+
+def public_names() -> dict[str, str]:
+    """Return the module of each public class by its name, without importing any."""
+    return {name: f"distaff.models.{family.file}" for family in FAMILIES.values() for name in family.classes().values()}

@@ -1,0 +1,112 @@
+"""What models return: pytrees with access by attribute, key, index and as a tuple."""
+
+from dataclasses import dataclass, fields
+from typing import Any, dataclass_transform
+
+import jax
+
+Array = jax.Array
+
+
+@dataclass_transform(frozen_default=True)
+class ModelOutput:
+    """A dataclass whose fields that are None do not count: `out.logits`, `out["logits"]`, `out[0]`, `tuple(out)`."""
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        dataclass(frozen=True)(cls)
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        jax.tree_util.register_dataclass(cls, data_fields=names, meta_fields=[])
+
+    def keys(self) -> tuple[str, ...]:
+        """Names of the fields that are given."""
+        names = (field.name for field in fields(self))  # type: ignore[arg-type]
+        return tuple(name for name in names if getattr(self, name) is not None)
+
+    def values(self) -> tuple[Any, ...]:
+        """Values of the fields that are given."""
+        return tuple(getattr(self, name) for name in self.keys())
+
+    def items(self) -> tuple[tuple[str, Any], ...]:
+        """Names and values of the fields that are given."""
+        return tuple((name, getattr(self, name)) for name in self.keys())
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """Values of the fields that are given."""
+        return self.values()
+
+    def __getitem__(self, key: str | int | slice) -> Any:
+        if not isinstance(key, str):
+            return self.values()[key]
+        if key not in self.keys():
+            raise KeyError(f"{type(self).__name__} holds {', '.join(self.keys())}, not '{key}'.")
+        return getattr(self, key)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.keys()
+
+    def __iter__(self):
+        return iter(self.values())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+
+class FlaxBaseModelOutputWithPooling(ModelOutput):
+    """`last_hidden_state` `[batch, length, embed]`, `pooler_output` `[batch, embed]`.
+
+    `hidden_states`: the embeddings and each layer's output; `attentions`: `[batch, heads, queries, keys]` a layer.
+    """
+
+    last_hidden_state: Array | None = None
+    pooler_output: Array | None = None
+    hidden_states: tuple[Array, ...] | None = None
+    attentions: tuple[Array, ...] | None = None
+
+
+class _Logits(ModelOutput):
+    logits: Array | None = None
+    hidden_states: tuple[Array, ...] | None = None
+    attentions: tuple[Array, ...] | None = None
+
+
+class FlaxMaskedLMOutput(_Logits):
+    """`logits` `[batch, length, vocab]`, or `[batch, count, vocab]` at the masked positions asked for."""
+
+
+class FlaxCausalLMOutput(_Logits):
+    """`logits` `[batch, length, vocab]`."""
+
+
+class FlaxNextSentencePredictorOutput(_Logits):
+    """`logits` `[batch, 2]`: the second sentence follows the first, or is a random one."""
+
+
+class FlaxSequenceClassifierOutput(_Logits):
+    """`logits` `[batch, num_labels]`."""
+
+
+class FlaxMultipleChoiceModelOutput(_Logits):
+    """`logits` `[batch, choices]`."""
+
+
+class FlaxTokenClassifierOutput(_Logits):
+    """`logits` `[batch, length, num_labels]`."""
+
+
+class FlaxForPreTrainingOutput(ModelOutput):
+    """`prediction_logits` `[batch, length, vocab]`, `seq_relationship_logits` `[batch, 2]`."""
+
+    prediction_logits: Array | None = None
+    seq_relationship_logits: Array | None = None
+    hidden_states: tuple[Array, ...] | None = None
+    attentions: tuple[Array, ...] | None = None
+
+
+class FlaxQuestionAnsweringModelOutput(ModelOutput):
+    """`start_logits` and `end_logits`, each `[batch, length]`."""
+
+    start_logits: Array | None = None
+    end_logits: Array | None = None
+    hidden_states: tuple[Array, ...] | None = None
+    attentions: tuple[Array, ...] | None = None

@@ -1,0 +1,340 @@
+"""BERT (Devlin et al. 2019, https://arxiv.org/abs/1810.04805)."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+from transformers import BertConfig
+
+from distaff.core.errors import DataError
+from distaff.models import _encoder_heads as heads
+from distaff.models._encoder_heads import lm_head_rows, new_linear
+from distaff.models._family import FlaxTextModel, check_activation, check_fields, check_heads
+from distaff.models._outputs import FlaxBaseModelOutputWithPooling
+from distaff.nn.embed import embedding as embedding_table
+from distaff.nn.heads import Pooler
+from distaff.nn.layer import TransformerLayer
+from distaff.nn.mask import bias_of, causal_mask, combine, padding_mask
+from distaff.nn.norm import layer_norm
+from distaff.nn.stack import Stack
+from distaff.weights import Row, Tie, embedding, linear, norm, prefixed, repeated
+
+# What the config means.
+
+CONSUMED = frozenset(
+    "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size hidden_act hidden_dropout_prob "
+    "attention_probs_dropout_prob max_position_embeddings type_vocab_size initializer_range layer_norm_eps "
+    "classifier_dropout is_decoder tie_word_embeddings pad_token_id".split()
+)
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+    "position_embedding_type": ("absolute", None),
+    "pruned_heads": ({}, None),
+}
+# Left by the original release in its configs; they describe a pooler that BERT never had.
+WITHOUT_EFFECT = (
+    "pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type"
+).split()
+
+
+def check_bert_config(config) -> None:
+    """Raise `ConfigError` for what is not implemented."""
+    check_fields(config, consumed=CONSUMED, allowed=ALLOWED, without_effect=WITHOUT_EFFECT)
+    check_activation(config.hidden_act)
+    check_heads(config.hidden_size, config.num_attention_heads)
+
+
+# The model.
+
+
+class BertEmbeddings(nn.Module):
+    """Sum of word, position and type embeddings, normalised."""
+
+    config: Any
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, input_ids, token_type_ids, position_ids, *, deterministic: bool) -> jax.Array:
+        """Return `[batch, length, embed]` for three `[batch, length]` arrays of ids."""
+        config = self.config
+        total = None
+        for name, size, ids in (
+            ("word_embeddings", config.vocab_size, input_ids),
+            ("token_type_embeddings", config.type_vocab_size, token_type_ids),
+            ("position_embeddings", config.max_position_embeddings, position_ids),
+        ):
+            table = embedding_table(
+                size,
+                config.hidden_size,
+                initializer_range=config.initializer_range,
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                name=name,
+            )
+            total = table(ids) if total is None else total + table(ids)
+        total = layer_norm(eps=config.layer_norm_eps, dtype=self.dtype, param_dtype=self.param_dtype, name="norm")(
+            total
+        )
+        return nn.Dropout(config.hidden_dropout_prob)(total, deterministic=deterministic)
+
+
+class BertModule(nn.Module):
+    """Embeddings, a stack of post-norm layers, and a pooler on the first token."""
+
+    config: Any
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+    add_pooling_layer: bool = True
+    gradient_checkpointing: bool = False
+    scan_layers: bool = False
+
+    def default_positions(self, input_ids: jax.Array) -> jax.Array:
+        """Return `[batch, length]`: 0, 1, 2, ..."""
+        return lax.broadcasted_iota(jnp.int32, input_ids.shape, 1)
+
+    @staticmethod
+    def longest(config) -> int:
+        """Return the greatest length for which there are positions."""
+        return config.max_position_embeddings
+
+    @nn.compact
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array | None = None,
+        token_type_ids: jax.Array | None = None,
+        position_ids: jax.Array | None = None,
+        *,
+        deterministic: bool = True,
+        output_attentions: bool = False,
+        output_hidden_states: bool = False,
+    ) -> FlaxBaseModelOutputWithPooling:
+        """Encode `input_ids` `[batch, length]`; the other inputs have its shape."""
+        config = self.config
+        if position_ids is None:
+            longest = self.longest(config)
+            if input_ids.shape[1] > longest:
+                raise DataError(
+                    f"Rows of {input_ids.shape[1]} tokens are longer than the {longest} positions of the model "
+                    f"(max_position_embeddings={config.max_position_embeddings}): truncate them in the tokenizer."
+                )
+            position_ids = self.default_positions(input_ids)
+        if token_type_ids is None:
+            token_type_ids = jnp.zeros_like(input_ids)
+        dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        embed = BertEmbeddings(config, **dtypes, name="embeddings")
+        hidden = embed(input_ids, token_type_ids, position_ids, deterministic=deterministic)  # [batch, length, embed]
+        mask = combine(
+            None if attention_mask is None else padding_mask(attention_mask),
+            causal_mask(hidden) if config.is_decoder else None,
+        )
+        layer_fields = {
+            "num_heads": config.num_attention_heads,
+            "intermediate_size": config.intermediate_size,
+            "activation": config.hidden_act,
+            "norm_eps": config.layer_norm_eps,
+            "norm_order": "post",
+            "dropout_rate": config.hidden_dropout_prob,
+            "attention_dropout_rate": config.attention_probs_dropout_prob,
+            "initializer_range": config.initializer_range,
+            **dtypes,
+        }
+        encoder = Stack(
+            TransformerLayer,
+            layer_fields,
+            config.num_hidden_layers,
+            remat=self.gradient_checkpointing,
+            scan=self.scan_layers,
+            name="encoder",
+        )
+        hidden, states, weights = encoder(
+            hidden,
+            bias_of(mask, jnp.float32),
+            deterministic=deterministic,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        pooled = None
+        if self.add_pooling_layer:
+            pooled = Pooler(config.initializer_range, **dtypes, name="pooler")(hidden)
+        return FlaxBaseModelOutputWithPooling(hidden, pooled, states, weights)
+
+
+# Heads.
+
+
+class _OnBert:
+    base_class = BertModule
+    base_name = "bert"
+
+
+class BertForMaskedLMModule(_OnBert, heads.ForMaskedLM):
+    """`ForMaskedLM` on BERT."""
+
+
+class BertForPreTrainingModule(_OnBert, heads.ForPreTraining):
+    """`ForPreTraining` on BERT."""
+
+
+class BertForNextSentencePredictionModule(_OnBert, heads.ForNextSentencePrediction):
+    """`ForNextSentencePrediction` on BERT."""
+
+
+class BertForSequenceClassificationModule(_OnBert, heads.ForSequenceClassification):
+    """`ForSequenceClassification` on BERT."""
+
+
+class BertForMultipleChoiceModule(_OnBert, heads.ForMultipleChoice):
+    """`ForMultipleChoice` on BERT."""
+
+
+class BertForTokenClassificationModule(_OnBert, heads.ForTokenClassification):
+    """`ForTokenClassification` on BERT."""
+
+
+class BertForQuestionAnsweringModule(_OnBert, heads.ForQuestionAnswering):
+    """`ForQuestionAnswering` on BERT."""
+
+
+# Rows.
+
+
+def bert_rows(config, *, pooler: bool = True) -> list[Row]:
+    """Rows of the base model."""
+    layer = "encoder.layer.{i}"
+    rows = [
+        *embedding("embeddings.word_embeddings", "embeddings/word_embeddings", ("vocab", "embed")),
+        *embedding("embeddings.position_embeddings", "embeddings/position_embeddings", (None, "embed")),
+        *embedding("embeddings.token_type_embeddings", "embeddings/token_type_embeddings", (None, "embed")),
+        *norm("embeddings.LayerNorm", "embeddings/norm"),
+        *repeated(
+            config.num_hidden_layers,
+            [
+                *linear(f"{layer}.attention.self.query", "encoder/{i}/attention/query", ("embed", "heads")),
+                *linear(f"{layer}.attention.self.key", "encoder/{i}/attention/key", ("embed", "heads")),
+                *linear(f"{layer}.attention.self.value", "encoder/{i}/attention/value", ("embed", "heads")),
+                *linear(f"{layer}.attention.output.dense", "encoder/{i}/attention/out", ("heads", "embed")),
+                *norm(f"{layer}.attention.output.LayerNorm", "encoder/{i}/attention_norm"),
+                *linear(f"{layer}.intermediate.dense", "encoder/{i}/mlp/up", ("embed", "mlp")),
+                *linear(f"{layer}.output.dense", "encoder/{i}/mlp/down", ("mlp", "embed")),
+                *norm(f"{layer}.output.LayerNorm", "encoder/{i}/mlp_norm"),
+            ],
+        ),
+    ]
+    if pooler:
+        rows += linear("pooler.dense", "pooler/dense", ("embed", None), required=False)
+    return rows
+
+
+def _bert_lm_head_rows(config) -> list[Row]:
+    head = "cls.predictions"
+    return lm_head_rows(config, f"{head}.transform.dense", f"{head}.transform.LayerNorm", head)
+
+
+# Public names.
+
+
+class FlaxBertPreTrainedModel(FlaxTextModel):
+    """What the BERT classes share."""
+
+    config_class: ClassVar[Any] = BertConfig
+    base_model_prefix = "bert"
+    # A buffer that old versions of Transformers saved.
+    ignored_keys = (r"(^|\.)embeddings\.position_ids$",)
+
+    @classmethod
+    def check_config(cls, config) -> None:
+        """Raise `ConfigError` for what is not implemented."""
+        check_bert_config(config)
+
+    @classmethod
+    def base_rows(cls, config) -> list[Row]:
+        """Rows of the whole base model, without its prefix."""
+        return bert_rows(config)
+
+    @classmethod
+    def head_rows(cls, config) -> list[Row]:
+        """Rows of the head."""
+        return []
+
+    @classmethod
+    def rows(cls, module) -> list[Row]:
+        """Rows of all parameters of `module`."""
+        base = bert_rows(module.config, pooler=module.add_pooling_layer)
+        return base if cls._is_base() else [*prefixed(cls.base_model_prefix, base), *cls.head_rows(module.config)]
+
+
+class FlaxBertModel(FlaxBertPreTrainedModel):
+    """The encoder: hidden states, and the pooled first token."""
+
+    module_class = BertModule
+
+
+class _TiedLM(FlaxBertPreTrainedModel):
+    accepts_masked_positions = True
+
+    @classmethod
+    def ties(cls, config) -> tuple[Tie, ...]:
+        """The decoder repeats the word embeddings."""
+        return (Tie("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),)
+
+
+class FlaxBertForMaskedLM(_TiedLM):
+    """Masked language modeling."""
+
+    module_class = BertForMaskedLMModule
+    head_rows = staticmethod(_bert_lm_head_rows)
+
+
+class FlaxBertForPreTraining(_TiedLM):
+    """Masked language modeling and next sentence prediction."""
+
+    module_class = BertForPreTrainingModule
+
+    @classmethod
+    def head_rows(cls, config) -> list[Row]:
+        """Rows of both heads."""
+        return [*_bert_lm_head_rows(config), *new_linear("cls.seq_relationship")]
+
+
+class FlaxBertForNextSentencePrediction(FlaxBertPreTrainedModel):
+    """Next sentence prediction."""
+
+    module_class = BertForNextSentencePredictionModule
+    head_rows = staticmethod(lambda config: new_linear("cls.seq_relationship"))
+
+
+class FlaxBertForSequenceClassification(FlaxBertPreTrainedModel):
+    """Classification or regression of texts and pairs of texts."""
+
+    module_class = BertForSequenceClassificationModule
+    head_rows = staticmethod(lambda config: new_linear("classifier"))
+
+
+class FlaxBertForMultipleChoice(FlaxBertPreTrainedModel):
+    """Choice among several continuations; inputs are `[batch, choices, length]`."""
+
+    module_class = BertForMultipleChoiceModule
+    head_rows = staticmethod(lambda config: new_linear("classifier"))
+
+    def dummy_inputs(self, input_shape: tuple[int, ...]) -> dict[str, jax.Array]:
+        """Inputs `[batch, choices, length]`."""
+        return super().dummy_inputs(input_shape if len(input_shape) == 3 else (input_shape[0], 1, input_shape[1]))
+
+
+class FlaxBertForTokenClassification(FlaxBertPreTrainedModel):
+    """Classification of each token."""
+
+    module_class = BertForTokenClassificationModule
+    head_rows = staticmethod(lambda config: new_linear("classifier"))
+
+
+class FlaxBertForQuestionAnswering(FlaxBertPreTrainedModel):
+    """Extractive question answering."""
+
+    module_class = BertForQuestionAnsweringModule
+    head_rows = staticmethod(lambda config: new_linear("qa_outputs"))

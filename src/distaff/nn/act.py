@@ -1,0 +1,29 @@
+"""Activations by the names of Hugging Face configs."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+Activation = Callable[[jax.Array], jax.Array]
+
+_gelu_tanh = partial(jax.nn.gelu, approximate=True)
+
+# "gelu" is the exact one (erf); the tanh approximation has names of its own.
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_python": partial(jax.nn.gelu, approximate=False),
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "mish": lambda x: x * jnp.tanh(jax.nn.softplus(x)),
+    "linear": lambda x: x,
+}

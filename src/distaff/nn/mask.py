@@ -1,0 +1,38 @@
+"""Boolean masks, and the one place that turns them into a bias on attention scores."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def padding_mask(attention_mask: jax.Array) -> jax.Array:
+    """Return `[batch, 1, 1, keys]` booleans from `attention_mask` `[batch, keys]` (non-zero where attended)."""
+    return attention_mask.astype(bool)[:, None, None, :]
+
+
+def causal_mask(hidden: jax.Array) -> jax.Array:
+    """Return `[1, 1, length, length]` booleans for `hidden` `[batch, length, embed]`: keys up to the query."""
+    length = hidden.shape[1]
+    # Comparison of iotas, not a slice of a big mask: it exports with a free length.
+    queries = lax.broadcasted_iota(jnp.int32, (1, 1, length, length), 2)
+    keys = lax.broadcasted_iota(jnp.int32, (1, 1, length, length), 3)
+    return keys <= queries
+
+
+def combine(*masks: jax.Array | None) -> jax.Array | None:
+    """Return the conjunction of those masks that are given, or None."""
+    given = [mask for mask in masks if mask is not None]
+    if not given:
+        return None
+    total = given[0]
+    for mask in given[1:]:
+        total = total & mask
+    return total
+
+
+def bias_of(mask: jax.Array | None, dtype) -> jax.Array | None:
+    """Return 0 where `mask` holds and the lowest finite number elsewhere.
+
+    Finite, so that a row in which nothing may be attended becomes uniform instead of NaN, in every dtype.
+    """
+    return None if mask is None else jnp.where(mask, 0.0, jnp.finfo(dtype).min).astype(dtype)

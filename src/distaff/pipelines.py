@@ -1,0 +1,128 @@
+"""The widgets' tasks as calls: `pipeline("fill-mask", "folder")("Zürich isch e <mask>.")`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from distaff.core.errors import CheckpointError, DataError, UsageError, listed
+from distaff.hub import resolve
+from distaff.models.auto import FlaxAutoModelForMaskedLM
+
+# Rows are padded to a multiple of this, so that texts of many lengths are few programs.
+_LENGTH_MULTIPLE = 16
+
+
+def pipeline(task: str, model: Any = None, *, tokenizer: Any = None, **settings: Any) -> "FillMaskPipeline":
+    """Return a callable for `task` with `model`: a folder, a Hub id, or a loaded model with its tokenizer.
+
+    Raises `UsageError` for a task that there is not.
+    """
+    if task not in PIPELINES:
+        raise UsageError(f"There is no pipeline '{task}': choose one of {listed(PIPELINES)}.")
+    if model is None:
+        raise UsageError(f"pipeline('{task}') needs a model: a folder, a Hub id, or a model object.")
+    return PIPELINES[task](model, tokenizer=tokenizer, **settings)
+
+
+class FillMaskPipeline:
+    """Replaces each mask token of a text by the tokens that the model finds likeliest there."""
+
+    def __init__(self, model: Any, *, tokenizer: Any = None, top_k: int = 5, **settings: Any):
+        if isinstance(model, str) or not hasattr(model, "module"):
+            folder = resolve(str(model), **{name: settings[name] for name in ("revision", "token") if name in settings})
+            tokenizer = tokenizer or _load_tokenizer(folder)
+            model = FlaxAutoModelForMaskedLM.from_pretrained(folder)
+        if tokenizer is None:
+            raise UsageError("A model object needs its tokenizer: pass tokenizer=...")
+        if tokenizer.mask_token_id is None:
+            raise UsageError(f"The tokenizer '{tokenizer.name_or_path}' has no mask token to fill.")
+        if len(tokenizer) > model.config.vocab_size:
+            raise UsageError(
+                f"The tokenizer has {len(tokenizer)} tokens and the model a vocab_size of {model.config.vocab_size}: "
+                "they do not belong together."
+            )
+        self.model, self.tokenizer, self.top_k = model, tokenizer, top_k
+
+    def __call__(
+        self, texts: str | Sequence[str], *, top_k: int | None = None, targets: Sequence[str] | None = None
+    ) -> list[Any]:
+        """Return the best `top_k` fillings, best first, of a text, or a list of them for each of several.
+
+        A filling is `{"score", "token", "token_str", "sequence"}`; for a text with several masks there is a list of
+        fillings a mask. With `targets` only these words compete for the ranks; scores stay those of the vocabulary.
+
+        Raises `DataError` for a text without a mask token or longer than the model's positions.
+        """
+        top_k = self.top_k if top_k is None else top_k
+        if isinstance(texts, str):
+            return self._fill(texts, top_k, targets)
+        return [self._fill(text, top_k, targets) for text in texts]
+
+    def _fill(self, text: str, top_k: int, targets: Sequence[str] | None) -> list[Any]:
+        ids = np.asarray(self.tokenizer(text)["input_ids"], np.int32)
+        places = np.flatnonzero(ids == self.tokenizer.mask_token_id)
+        if places.size == 0:
+            raise DataError(f"No '{self.tokenizer.mask_token}' in {text!r}: mark the place to fill with it.")
+        if len(ids) > self.model.longest_input:
+            raise DataError(
+                f"A text of {len(ids)} tokens is longer than the {self.model.longest_input} of the model: shorten it."
+            )
+        probabilities = self._probabilities(ids, places)
+        allowed = self._target_ids(targets)
+        fillings = []
+        for place, row in zip(places.tolist(), probabilities):
+            candidates = np.arange(len(row)) if allowed is None else allowed
+            best = candidates[np.argsort(-row[candidates], kind="stable")[:top_k]]
+            fillings.append([self._filling(ids, place, int(token), float(row[token])) for token in best])
+        return fillings[0] if len(fillings) == 1 else fillings
+
+    def _probabilities(self, ids: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Return `[masks, vocab]` of the real vocabulary, for one row of ids."""
+        length = min(-(-len(ids) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, self.model.longest_input)
+        pad_id = self.tokenizer.pad_token_id or 0
+        padded = np.full((1, length), pad_id, np.int32)
+        padded[0, : len(ids)] = ids
+        mask = (np.arange(length) < len(ids)).astype(np.int32)[None]
+        outputs = self.model(padded, mask, masked_positions=places[None].astype(np.int32))
+        logits = outputs.logits[0, :, : len(self.tokenizer)].astype(jnp.float32)
+        return np.asarray(jax.nn.softmax(logits, axis=-1))
+
+    def _filling(self, ids: np.ndarray, place: int, token: int, score: float) -> dict[str, Any]:
+        filled = ids.copy()
+        filled[place] = token
+        special = set(self.tokenizer.all_special_ids) - {self.tokenizer.mask_token_id, token}
+        kept = [index for index in filled.tolist() if index not in special]
+        return {
+            "score": score,
+            "token": token,
+            "token_str": self.tokenizer.decode([token]),
+            "sequence": self.tokenizer.decode(kept).strip(),
+        }
+
+    def _target_ids(self, targets: Sequence[str] | None) -> np.ndarray | None:
+        if targets is None:
+            return None
+        ids = []
+        for word in targets:
+            # Inside a text a word follows a space, which byte-level tokenizers keep as a part of it.
+            pieces = [self.tokenizer(form, add_special_tokens=False)["input_ids"] for form in (f" {word}", word)]
+            single = next((piece[0] for piece in pieces if len(piece) == 1), None)
+            if single is None:
+                raise DataError(f"The target '{word}' is no single token of this model.")
+            ids.append(single)
+        return np.asarray(sorted(set(ids)))
+
+
+def _load_tokenizer(folder):
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # each tokenizer class raises its own
+        raise CheckpointError(f"'{folder}' holds no tokenizer that opens: {str(error).splitlines()[0]}") from error
+
+
+PIPELINES: dict[str, Any] = {"fill-mask": FillMaskPipeline}

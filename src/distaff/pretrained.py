@@ -1,0 +1,449 @@
+"""`FlaxPreTrainedModel`: a config, a Linen module and its parameters, with loading, saving and publishing."""
+
+import copy
+import dataclasses
+import difflib
+import inspect
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax.sharding import Mesh, NamedSharding
+
+from distaff.core.errors import CheckpointError, UsageError, listed
+from distaff.core.mesh import param_sharding
+from distaff.core.precision import cast_floating, dtype_of, is_floating
+from distaff.core.tree import Tree, flatten, unflatten
+from distaff.hub import open_checkpoint, push_folder, resolve, save_msgpack, save_safetensors
+from distaff.loading import FamilyNames, LoadingReport, is_untied, load_params, random_params
+from distaff.weights import Leaf, Row, Tie, decays, generic_rows, leaves, tensors_to_write
+
+logger = logging.getLogger(__name__)
+
+
+class FlaxPreTrainedModel:
+    """Base of all models, ours and a user's own.
+
+    A subclass sets `config_class`, `base_model_prefix` and `module_class`. A family of ours also says its `rows`; a
+    module without rows is saved under its own paths. The model holds parameters for convenience: pass `params` to any
+    call and it is a pure function of them.
+
+    Args:
+        config: an instance of `config_class`.
+        module: the Linen module, by default `module_class(config=config, dtype=dtype, param_dtype=param_dtype,
+            **module_fields)`.
+        input_shape: shape of the main input for initialisation, `(1, 1)` by default.
+        seed: of the random parameters.
+        dtype: dtype of the computation. Norms, softmax and losses stay float32.
+        param_dtype: dtype in which parameters are kept.
+        mesh: devices to place the parameters on, by the logical axes of their rows.
+        _do_init: False keeps shapes only; parameters then come with each call.
+        module_fields: further fields of the module, such as `gradient_checkpointing` and `scan_layers`.
+    """
+
+    config_class: ClassVar[Any] = None
+    base_model_prefix: ClassVar[str] = ""
+    main_input_name: ClassVar[str] = "input_ids"
+    module_class: ClassVar[Any] = None
+    # Model types of other configs whose checkpoints mean the same as those of `config_class`.
+    compatible_model_types: ClassVar[tuple[str, ...]] = ()
+    # Patterns of checkpoint keys that have no meaning for us.
+    ignored_keys: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        config,
+        module: nn.Module | None = None,
+        *,
+        input_shape: tuple[int, ...] = (1, 1),
+        seed: int = 0,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        mesh: Mesh | None = None,
+        _do_init: bool = True,
+        **module_fields: Any,
+    ):
+        if config is None:
+            raise UsageError(f"{type(self).__name__} needs a config.")
+        self.check_config(config)
+        self.config = config
+        self.dtype, self.param_dtype = dtype_of(dtype), dtype_of(param_dtype)
+        self.input_shape, self.seed, self.mesh = input_shape, seed, mesh
+        self.module = module if module is not None else self._make_module(**module_fields)
+        self.loading_report = LoadingReport()
+        self._jitted = _jitted_apply(self.module)
+        self.params_shape_tree = self._shapes()
+        self._params = self.init_weights(jax.random.key(seed), input_shape) if _do_init else None
+
+    # What a family says about itself.
+
+    @classmethod
+    def check_config(cls, config) -> None:
+        """Raise `ConfigError` for a config that the family does not implement as PyTorch does."""
+
+    @classmethod
+    def rows(cls, module: nn.Module) -> list[Row]:
+        """Rows of all parameters of `module`; none for a module that is a user's own."""
+        return []
+
+    @classmethod
+    def base_rows(cls, config) -> list[Row]:
+        """Rows of the whole base model, without its prefix."""
+        return []
+
+    @classmethod
+    def ties(cls, config) -> tuple[Tie, ...]:
+        """Tensors that repeat another one unless a checkpoint says otherwise."""
+        return ()
+
+    def dummy_inputs(self, input_shape: tuple[int, ...]) -> dict[str, jax.Array]:
+        """Inputs of `input_shape` that are good enough to trace the module."""
+        floating = self.main_input_name in ("pixel_values", "input_values")
+        return {self.main_input_name: jnp.ones(input_shape, jnp.float32 if floating else jnp.int32)}
+
+    # Parameters.
+
+    def init_weights(self, rng: jax.Array, input_shape: tuple[int, ...], params: Tree | None = None) -> Tree:
+        """Return random parameters for `rng`; where `params` has a leaf, that one is kept."""
+        if not self._table:
+            made = jax.jit(self.module.init)({"params": rng}, **self.dummy_inputs(input_shape))["params"]
+            flat = flatten(cast_floating(made, self.param_dtype))
+        else:
+            data = jax.random.key_data(rng) if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else rng
+            flat = random_params(
+                self._table,
+                flatten(self.params_shape_tree),
+                seed=int.from_bytes(np.asarray(data).tobytes(), "big"),
+                initializer_range=getattr(self.config, "initializer_range", 0.02),
+                sharding=self._sharding,
+            )
+        if params is not None:
+            given = flatten(params)
+            self._refuse_misfits({**flat, **given})
+            flat.update(given)
+        return unflatten(flat)
+
+    @property
+    def params(self) -> Tree:
+        """The parameters, nested dicts of arrays."""
+        if self._params is None:
+            raise UsageError(
+                f"This {type(self).__name__} was made with _do_init=False and holds no parameters: "
+                "assign model.params, pass params=..., or make them with model.init_weights(rng, input_shape)."
+            )
+        return self._params
+
+    @params.setter
+    def params(self, params: Tree) -> None:
+        params = dict(params)
+        self._refuse_misfits(flatten(params))
+        self._params = params
+
+    def _refuse_misfits(self, flat: dict[str, Any]) -> None:
+        shapes = flatten(self.params_shape_tree)
+        missing, extra = sorted(shapes.keys() - flat.keys()), sorted(flat.keys() - shapes.keys())
+        wrong = [
+            f"{path} {tuple(flat[path].shape)} instead of {tuple(shape.shape)}"
+            for path, shape in shapes.items()
+            if path in flat and tuple(flat[path].shape) != tuple(shape.shape)
+        ]
+        if missing or extra or wrong:
+            parts = [("missing", missing), ("unknown", extra), ("misshapen", wrong)]
+            faults = "; ".join(f"{len(names)} {what}: {listed(names)}" for what, names in parts if names)
+            raise UsageError(f"These are not the parameters of {type(self).__name__}: {faults}.")
+
+    def to_bf16(self, params: Tree, mask: Tree | None = None) -> Tree:
+        """Cast the floating leaves of `params` to bfloat16; where `mask` is False, leave them."""
+        return cast_floating(params, jnp.bfloat16, mask)
+
+    def to_fp16(self, params: Tree, mask: Tree | None = None) -> Tree:
+        """Cast the floating leaves of `params` to float16; where `mask` is False, leave them."""
+        return cast_floating(params, jnp.float16, mask)
+
+    def to_fp32(self, params: Tree, mask: Tree | None = None) -> Tree:
+        """Cast the floating leaves of `params` to float32; where `mask` is False, leave them."""
+        return cast_floating(params, jnp.float32, mask)
+
+    def decay_mask(self) -> Tree:
+        """Return booleans, shaped as the parameters, that are False for biases and norms."""
+        table = self._table or leaves(generic_rows(self.params_shape_tree))
+        return unflatten({path: decays(leaf.kind) for path, leaf in table.items()})
+
+    def param_shardings(self, mesh: Mesh) -> dict[str, NamedSharding]:
+        """Return by '/'-path where each parameter lies on `mesh`, from the logical axes of its row."""
+        shapes = flatten(self.params_shape_tree)
+        table = self._table or leaves(generic_rows(self.params_shape_tree))
+        return {path: param_sharding(mesh, shapes[path].shape, leaf.axes) for path, leaf in table.items()}
+
+    def num_params(self, params: Tree | None = None) -> int:
+        """Return how many numbers the parameters hold."""
+        return sum(int(np.prod(leaf.shape)) for leaf in flatten(params or self.params_shape_tree).values())
+
+    # Calling.
+
+    def __call__(
+        self,
+        inputs,
+        *,
+        params: Tree | None = None,
+        dropout_rng: jax.Array | None = None,
+        train: bool = False,
+        **options: Any,
+    ):
+        """Apply the module to its main input `inputs`; families with more inputs name them in their own `__call__`."""
+        return self.run({self.main_input_name: inputs}, params=params, dropout_rng=dropout_rng, train=train, **options)
+
+    def run(
+        self,
+        inputs: dict[str, Any],
+        *,
+        params: Tree | None = None,
+        dropout_rng: jax.Array | None = None,
+        train: bool = False,
+        **options: Any,
+    ):
+        """Apply the module, jitted, to named arrays (None where absent) with static `options`."""
+        if train and dropout_rng is None:
+            raise UsageError("train=True draws dropout masks: pass dropout_rng=jax.random.key(...).")
+        arrays = {name: jnp.asarray(value) for name, value in inputs.items() if value is not None}
+        params = self.params if params is None else params
+        return self._jitted(params, arrays, dropout_rng, train=train, options=tuple(sorted(options.items())))
+
+    # Loading and saving.
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_dir,
+        *,
+        config=None,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        revision: str | None = None,
+        token: str | None = None,
+        subfolder: str = "",
+        local_files_only: bool = False,
+        ignore_mismatched_sizes: bool = False,
+        mesh: Mesh | None = None,
+        seed: int = 0,
+        _do_init: bool = True,
+        **overrides: Any,
+    ):
+        """Load a model from a folder or the Hub: safetensors, pytorch_model.bin or flax_model.msgpack.
+
+        Names in `overrides` that the config has change it (`num_labels=5`), others are fields of the module
+        (`scan_layers=True`). Head weights that the checkpoint lacks are made from `seed` and reported in
+        `loading_report`. With `_do_init=False`, returns `(model, params)`.
+
+        Raises `CheckpointError` where tensors of the base model are missing, left over or of another shape.
+        """
+        folder = resolve(
+            str(name_or_dir),
+            revision=revision,
+            token=token,
+            subfolder=subfolder,
+            local_files_only=local_files_only,
+        )
+        config, fields = cls._configure(folder, config, overrides)
+        checkpoint = open_checkpoint(folder)
+        family = FamilyNames(
+            cls.base_model_prefix, cls._is_base(), tuple(cls.base_rows(config)), tuple(cls.ignored_keys)
+        )
+        if getattr(config, "tie_word_embeddings", False) and is_untied(checkpoint, cls.ties(config), family):
+            logger.info("The file holds a head that differs from the embeddings: it is loaded as untied.")
+            config.tie_word_embeddings = False
+        model = cls(config, seed=seed, dtype=dtype, param_dtype=param_dtype, mesh=mesh, _do_init=False, **fields)
+        table = model._table or leaves(generic_rows(model.params_shape_tree))
+        flat, model.loading_report = load_params(
+            checkpoint,
+            table,
+            flatten(model.params_shape_tree),
+            family=family,
+            ties=cls.ties(config),
+            seed=seed,
+            initializer_range=getattr(config, "initializer_range", 0.02),
+            ignore_mismatched_sizes=ignore_mismatched_sizes,
+            sharding=model._sharding,
+        )
+        _log_report(cls.__name__, name_or_dir, model.loading_report)
+        if not _do_init:
+            return model, unflatten(flat)
+        model._params = unflatten(flat)
+        return model
+
+    def save_pretrained(
+        self,
+        directory,
+        params: Tree | None = None,
+        *,
+        save_format: Literal["safetensors", "msgpack"] = "safetensors",
+        max_shard_size: int | str = "5GB",
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        token: str | None = None,
+    ) -> None:
+        """Write config and weights: safetensors that PyTorch opens, or msgpack as old Flax wrote it."""
+        if save_format not in ("safetensors", "msgpack"):
+            raise UsageError(f"save_format is 'safetensors' or 'msgpack', not '{save_format}'.")
+        folder = Path(directory)
+        if folder.is_file():
+            raise UsageError(f"'{folder}' is a file: name a folder to save the model in.")
+        params = self.params if params is None else params
+        flat = {path: np.asarray(jax.device_get(leaf)) for path, leaf in flatten(params).items()}
+        self._refuse_misfits(flat)
+        table = self._table or leaves(generic_rows(self.params_shape_tree))
+        tensors = tensors_to_write(flat, table, save_format)
+        if save_format == "safetensors":
+            save_safetensors(folder, tensors, max_shard_size=max_shard_size)
+        else:
+            save_msgpack(folder, dict(tensors), max_shard_size=max_shard_size)
+        config = copy.deepcopy(self.config)
+        config.architectures = [type(self).__name__.removeprefix("Flax")]
+        config.dtype = next((leaf.dtype.name for leaf in flat.values() if is_floating(leaf)), None)
+        config.save_pretrained(folder)
+        if push_to_hub:
+            self.push_to_hub(repo_id or folder.name, folder=folder, token=token)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        folder=None,
+        params: Tree | None = None,
+        token: str | None = None,
+        private: bool | None = None,
+        commit_message: str = "Upload model",
+    ) -> str:
+        """Publish the model as `repo_id` and return its address; a `folder` that was saved before is pushed whole."""
+        if folder is not None:
+            return push_folder(folder, repo_id, token=token, private=private, commit_message=commit_message)
+        with tempfile.TemporaryDirectory() as temporary:
+            self.save_pretrained(temporary, params)
+            return push_folder(temporary, repo_id, token=token, private=private, commit_message=commit_message)
+
+    # Inside.
+
+    def _make_module(self, **fields: Any) -> nn.Module:
+        known = {field.name for field in dataclasses.fields(self.module_class)} - {"parent", "name"}
+        unknown = sorted(fields.keys() - known)
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], known, 1)
+            raise UsageError(
+                f"{type(self).__name__} has no setting '{unknown[0]}'"
+                + (f": did you mean '{near[0]}'?" if near else f": it has {listed(sorted(known))}.")
+            )
+        if "param_dtype" in known:
+            fields["param_dtype"] = self.param_dtype
+        return self.module_class(config=self.config, dtype=self.dtype, **fields)
+
+    @property
+    def _table(self) -> dict[str, Leaf]:
+        return leaves(self.rows(self.module), scan_layers=getattr(self.module, "scan_layers", False))
+
+    def _shapes(self) -> Tree:
+        """Return the parameters' shapes and dtypes.
+
+        A family is traced with scanned layers whatever the model does: one layer instead of all of them.
+        """
+        module, rows = self.module, self.rows(self.module)
+        if rows:
+            module = module.clone(scan_layers=True)
+
+        def init():
+            # Traced with its key and inputs: nothing is compiled to learn shapes.
+            inputs: dict[str, Any] = self.dummy_inputs(self.input_shape)
+            return module.init({"params": jax.random.key(0)}, **inputs)["params"]
+
+        traced = jax.eval_shape(init)
+        flat = flatten(cast_shapes(traced, self.param_dtype))
+        if not rows:
+            return unflatten(flat)
+        scanned = leaves(rows, scan_layers=True)
+        strangers = sorted(flat.keys() ^ scanned.keys())
+        if strangers:
+            raise CheckpointError(
+                f"{type(self).__name__} has parameters without rows or the reverse: {listed(strangers)}."
+            )
+        return unflatten(flat if getattr(self.module, "scan_layers", False) else unstacked_shapes(flat, scanned))
+
+    def _sharding(self, leaf: Leaf, shape: tuple[int, ...]) -> NamedSharding | None:
+        return None if self.mesh is None else param_sharding(self.mesh, shape, leaf.axes)
+
+    @classmethod
+    def _is_base(cls) -> bool:
+        return cls.__name__.endswith("Model") and not cls.__name__.endswith("LMHeadModel")
+
+    @classmethod
+    def _configure(cls, folder: Path, config, overrides: dict[str, Any]):
+        """Return a config of our own, changed by those overrides that it knows, and the rest of them."""
+        if "from_pt" in overrides:
+            raise UsageError("from_pt is not needed: files of PyTorch are read as they are; leave it out.")
+        if config is None:
+            config = cls._read_config(folder)
+        config = copy.deepcopy(config)
+        fields = {}
+        for name, value in overrides.items():
+            if hasattr(config, name):
+                setattr(config, name, value)
+            else:
+                fields[name] = value
+        return config, fields
+
+    @classmethod
+    def _read_config(cls, folder: Path):
+        if not (folder / "config.json").is_file():
+            found = listed(sorted(path.name for path in folder.iterdir())) or "nothing"
+            raise CheckpointError(
+                f"'{folder}' has no config.json (it holds {found}): name a folder that a model was saved in."
+            )
+        try:
+            values, _ = cls.config_class.get_config_dict(folder)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"'{folder / 'config.json'}' is not a readable config: {error}") from None
+        wanted = (cls.config_class.model_type, *cls.compatible_model_types)
+        if values.get("model_type", wanted[0]) not in wanted:
+            raise CheckpointError(
+                f"'{folder}' holds a '{values['model_type']}' model, and {cls.__name__} loads '{wanted[0]}': "
+                "use the class of that family, or FlaxAutoModel."
+            )
+        return cls.config_class.from_dict(values)
+
+
+def cast_shapes(tree: Tree, dtype) -> Tree:
+    """Return the shapes of `tree` with floating leaves of `dtype`."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype if is_floating(leaf) else leaf.dtype), tree)
+
+
+def unstacked_shapes(flat: dict[str, Any], scanned: dict[str, Leaf]) -> dict[str, Any]:
+    """Return the shapes of a looped model, by path, from those of the scanned one."""
+    shapes = {}
+    for path, leaf in scanned.items():
+        shape = flat[path].shape[1:] if leaf.stacked else flat[path].shape
+        shapes.update({row.path: jax.ShapeDtypeStruct(shape, flat[path].dtype) for row in leaf.rows})
+    return shapes
+
+
+def _jitted_apply(module: nn.Module):
+    """Return the module's application, jitted. It holds the module alone: a model that is dropped is freed at once."""
+    takes_deterministic = "deterministic" in inspect.signature(type(module).__call__).parameters
+
+    def apply(params, arrays, dropout_rng, *, train, options):
+        settings = {**dict(options), **({"deterministic": not train} if takes_deterministic else {})}
+        rngs = None if dropout_rng is None else {"dropout": dropout_rng}
+        return module.apply({"params": params}, **arrays, **settings, rngs=rngs)
+
+    return jax.jit(apply, static_argnames=("train", "options"))
+
+
+def _log_report(name: str, source, report: LoadingReport) -> None:
+    if report.new:
+        logger.warning("%s: '%s' lacks %s; made at random, train them before use.", name, source, listed(report.new))
+    if report.mismatched:
+        logger.warning("%s: of another shape in '%s', made at random: %s.", name, source, listed(report.mismatched))
+    if report.unused:
+        logger.warning("%s: not used from '%s': %s.", name, source, listed(report.unused))

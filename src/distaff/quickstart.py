@@ -1,0 +1,156 @@
+"""`distaff quickstart`, and `make run`: from raw text to a published folder in a few minutes, with nothing to download.
+
+The text is Python's reference documentation, which every Python carries as `pydoc_data.topics`. The steps are those of
+the command line: train a tokenizer, train a RoBERTa by masked language modeling, open the folder, fill masks.
+"""
+
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from distaff.core.errors import DistaffError
+from distaff.tasks._flags import flag
+from distaff.tasks.mlm import MlmFlags, train
+from distaff.tasks.tokenizer import TokenizerFlags
+from distaff.tasks.tokenizer import run as train_tokenizer
+
+logger = logging.getLogger("distaff")
+
+VOCAB_SIZE = 4_000
+SHAPE = "hidden_size=192,num_hidden_layers=4,num_attention_heads=4,intermediate_size=768,max_position_embeddings=130"
+# Each tenth topic is held out: whole topics, so that nothing of them was seen in training.
+HELD_OUT_EACH = 10
+
+
+@dataclass(kw_only=True)
+class QuickstartFlags:
+    """Flags of `distaff quickstart`."""
+
+    output_dir: str = flag("distaff-quickstart", "Folder for everything that is written.")
+    max_steps: int = flag(1_000, "Steps of training.")
+    resume_from_checkpoint: bool = flag(False, "Go on from the newest checkpoint of the folder.")
+    overwrite_output_dir: bool = flag(False, "Start anew although the folder holds a run.")
+
+
+def run(flags: QuickstartFlags) -> int:
+    """Do the whole job and return the exit code."""
+    folder = Path(flags.output_dir)
+    if (folder / "recipe.yaml").exists() and not (flags.overwrite_output_dir or flags.resume_from_checkpoint):
+        print(what_is_there(folder))
+        return 0
+    train_file, held_out_file = write_texts(folder)
+    if not flags.resume_from_checkpoint:
+        train_tokenizer(
+            TokenizerFlags(
+                train_file=str(train_file), vocab_size=VOCAB_SIZE, output_dir=str(folder), overwrite_output_dir=True
+            )
+        )
+    code = train(mlm_flags(flags, train_file, held_out_file))
+    if code == 0:
+        report(folder, held_out_file)
+    return code
+
+
+def mlm_flags(flags: QuickstartFlags, train_file: Path, held_out_file: Path) -> MlmFlags:
+    """Return the flags of the training, as `distaff train mlm` would take them."""
+    return MlmFlags(
+        output_dir=flags.output_dir,
+        resume_from_checkpoint="newest" if flags.resume_from_checkpoint else None,
+        overwrite_output_dir=flags.overwrite_output_dir,
+        model_type="roberta",
+        tokenizer_name=flags.output_dir,
+        config_overrides=SHAPE,
+        train_file=str(train_file),
+        validation_file=str(held_out_file),
+        max_seq_length=128,
+        per_device_train_batch_size=16,
+        per_device_eval_batch_size=16,
+        learning_rate=1e-3,
+        warmup_steps=min(100, flags.max_steps // 10),
+        weight_decay=0.01,
+        adam_beta2=0.98,
+        max_steps=flags.max_steps,
+        logging_steps=50,
+        eval_steps=250,
+        save_steps=250,
+        save_total_limit=2,
+    )
+
+
+def write_texts(folder: Path) -> tuple[Path, Path]:
+    """Write Python's documentation, a paragraph a line, as `train.txt` and `held_out.txt`."""
+    from pydoc_data.topics import topics
+
+    paths = folder / "train.txt", folder / "held_out.txt"
+    lines: tuple[list[str], list[str]] = ([], [])
+    for number, name in enumerate(sorted(topics)):
+        lines[number % HELD_OUT_EACH == 0].extend(paragraphs(topics[name]))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, texts in zip(paths, lines):
+            path.write_text("".join(f"{line}\n" for line in texts), encoding="utf-8")
+    except OSError as error:
+        raise DistaffError(f"'{folder}' cannot be written: {error.strerror}.") from error
+    return paths
+
+
+def paragraphs(text: str) -> list[str]:
+    """Return the paragraphs of a topic, each in one line, without rules of asterisks, dashes and the like."""
+    joined = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+    return [line for line in (re.sub(r"([*=\-~^+|.])\1{3,}", "", line).strip() for line in joined) if line]
+
+
+def unigram_entropy(rows: Iterable[Iterable[int]]) -> float:
+    """Return the entropy, in nats a token, of the tokens of `rows`: what a model without context can reach at best."""
+    counts = Counter(token for row in rows for token in row)
+    total = sum(counts.values())
+    return -sum(count / total * math.log(count / total) for count in counts.values())
+
+
+def report(folder: Path, held_out_file: Path) -> None:
+    """Print the loss beside the unigram entropy, and what the reloaded model fills into five held-out sentences."""
+    import json
+
+    from distaff.pipelines import pipeline
+
+    fill = pipeline("fill-mask", str(folder), top_k=3)
+    texts = held_out_file.read_text(encoding="utf-8").splitlines()
+    entropy = unigram_entropy(fill.tokenizer(texts, add_special_tokens=False)["input_ids"])
+    loss = json.loads((folder / "eval_results.json").read_text())["eval_loss"]
+    print(f"\nHeld-out text: evaluation loss {loss:.3f}, unigram entropy {entropy:.3f} nats a token.")
+    print("Five sentences that the model has not seen, each with a word masked:")
+    for sentence, word in masked_sentences(texts, fill.tokenizer, count=5):
+        fillings = "  ".join(f"{each['token_str'].strip()} ({each['score']:.2f})" for each in fill(sentence))
+        print(f"  {sentence}\n    was: {word}   filled: {fillings}")
+    print(f"\nEverything is in {folder}: weights, tokenizer, card, checkpoints and runs/ for TensorBoard.")
+
+
+def masked_sentences(texts: list[str], tokenizer, *, count: int) -> list[tuple[str, str]]:
+    """Return `count` sentences, far apart in the text, each with its middle word of one token masked; and the word."""
+    found = []
+    for line in texts:
+        for sentence in re.findall(r"[A-Z][^.:*\"“]{30,120}\.", line):
+            words = sentence.rstrip(".").split()
+            middle = len(words) // 2
+            pieces = tokenizer(f" {words[middle]}", add_special_tokens=False)["input_ids"]
+            if words[middle].isalpha() and len(words[middle]) > 2 and len(pieces) == 1:
+                masked = " ".join([*words[:middle], tokenizer.mask_token, *words[middle + 1 :]])
+                found.append((f"{masked}.", words[middle]))
+    return found[:: max(1, len(found) // count)][:count]
+
+
+def what_is_there(folder: Path) -> str:
+    """Return what an earlier run left, and how to go on."""
+    steps = sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit())
+    state = f"checkpoints of the steps {', '.join(map(str, steps))}" if steps else "no checkpoint"
+    done = (folder / "model.safetensors").exists()
+    return (
+        f"{folder} already holds a run: {state}, {'and the finished model' if done else 'and no finished model'}.\n"
+        f"  try it:     distaff predict fill-mask {folder} 'The value of the <mask> is returned.'\n"
+        f"  go on:      distaff quickstart --output_dir {folder} --resume_from_checkpoint\n"
+        f"  start anew: distaff quickstart --output_dir {folder} --overwrite_output_dir"
+    )

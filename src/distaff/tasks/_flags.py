@@ -1,0 +1,167 @@
+"""Flags that recipes share, by the names of the old `run_*_flax.py` scripts, for `transformers.HfArgumentParser`."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from distaff.core.errors import UsageError
+from distaff.core.precision import dtype_of
+from distaff.train import LoopConfig, OptimizerConfig
+
+SECRET_FLAGS = ("hub_token",)
+
+
+def flag(default: Any, text: str, **argparse: Any) -> Any:
+    """Return a dataclass field with a help text and further keywords of `add_argument`."""
+    metadata = {"help": text.replace("%", "%%"), **argparse}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(kw_only=True)
+class ModelFlags:
+    """Which model, from where."""
+
+    model_name_or_path: str | None = flag(None, "Checkpoint to start from: a folder or a Hub id.")
+    model_type: str | None = flag(None, "Model type for a model from scratch (bert, roberta, ...).")
+    config_name: str | None = flag(None, "Config to use instead of the checkpoint's or the type's own.")
+    tokenizer_name: str | None = flag(None, "Tokenizer to use instead of the checkpoint's.")
+    config_overrides: str | None = flag(None, "Changes to the config: hidden_size=192,num_hidden_layers=4.")
+    model_revision: str | None = flag(None, "Branch, tag or commit of the checkpoint on the Hub.")
+    cache_dir: str | None = flag(None, "Where converted and tokenised data is kept.")
+    dtype: str = flag("float32", "dtype of the computation: float32, bfloat16 or float16.")
+    param_dtype: str = flag("float32", "dtype in which parameters are kept.")
+    gradient_checkpointing: bool = flag(
+        False, "Compute activations again in the backward pass instead of keeping them."
+    )
+    scan_layers: bool = flag(False, "Compile one layer instead of all: faster to compile for deep models.")
+
+
+@dataclass(kw_only=True)
+class TextFlags:
+    """Which texts."""
+
+    dataset_name: str | None = flag(None, "Dataset of the Hub, or a folder that save_to_disk wrote.")
+    dataset_config_name: str | None = flag(None, "Configuration of the dataset.")
+    train_file: str | None = flag(None, "Texts to train on: .txt, .jsonl, .json, .csv or .parquet; commas and globs.")
+    validation_file: str | None = flag(None, "Texts to evaluate on.")
+    validation_split_percentage: int = flag(5, "Percent of the training texts to evaluate on if there are no others.")
+    text_column: str | None = flag(None, "Column of the texts, by default 'text' or the first of strings.")
+    max_seq_length: int | None = flag(
+        None, "Tokens a row, by default as many as tokenizer and model allow, at most 512."
+    )
+    preprocessing_num_workers: int | None = flag(None, "Processes for tokenising.")
+    overwrite_cache: bool = flag(False, "Tokenise again although it is cached.")
+    max_train_samples: int | None = flag(None, "Use at most so many training texts.")
+    max_eval_samples: int | None = flag(None, "Use at most so many evaluation texts.")
+    streaming: bool = flag(False, "Read texts as they come, without converting all of them first.")
+    num_train_steps: int | None = flag(None, "Steps of a streamed run; the same as --max_steps.")
+    num_eval_samples: int = flag(1_000, "The first texts of a stream, which are evaluated on and never trained on.")
+    shuffle_buffer_size: int = flag(1_000, "Rows of a stream that are shuffled together.")
+
+
+@dataclass(kw_only=True)
+class TrainingFlags:
+    """How to train, what to write and where."""
+
+    output_dir: str | None = flag(None, "Folder for everything that the run writes.")
+    overwrite_output_dir: bool = flag(False, "Start anew although the folder holds a run.")
+    resume_from_checkpoint: str | None = flag(
+        None, "Go on from this checkpoint; without a value from the newest of the folder.", nargs="?", const="newest"
+    )
+    do_train: bool = flag(True, "Train.")
+    do_eval: bool = flag(True, "Evaluate, while training and after it.")
+    per_device_train_batch_size: int = flag(8, "Rows a device and micro-batch.")
+    per_device_eval_batch_size: int = flag(8, "Rows a device in evaluation.")
+    gradient_accumulation_steps: int = flag(1, "Micro-batches a step.")
+    learning_rate: float = flag(5e-5, "Peak of the learning rate.")
+    weight_decay: float = flag(0.0, "Decoupled weight decay, not on biases and norms.")
+    adam_beta1: float = flag(0.9, "AdamW: decay of the first moment.")
+    adam_beta2: float = flag(0.999, "AdamW: decay of the second moment.")
+    adam_epsilon: float = flag(1e-8, "AdamW: epsilon.")
+    adafactor: bool = flag(False, "Use Adafactor instead of AdamW.")
+    max_grad_norm: float = flag(1.0, "Scale gradients down to this global norm; 0 leaves them alone.")
+    lr_scheduler_type: str = flag("linear", "linear, cosine, constant, constant_with_warmup or inverse_sqrt.")
+    warmup_steps: int = flag(0, "Steps in which the learning rate rises to its peak.")
+    num_train_epochs: float = flag(3.0, "Times through the data.")
+    max_steps: int = flag(-1, "Steps, instead of epochs.")
+    logging_steps: int = flag(50, "Steps between logs.")
+    eval_steps: int | None = flag(None, "Steps between evaluations, by default an epoch.")
+    save_steps: int = flag(500, "Steps between checkpoints.")
+    save_total_limit: int | None = flag(None, "Keep only so many newest checkpoints.")
+    seed: int = flag(42, "Seed of weights, order, masks and dropout.")
+    debug_nans: bool = flag(False, "Stop at the first NaN with the operation's name; slow.")
+    report_to: list[str] = flag(["tensorboard"], "tensorboard, wandb, all or none, besides terminal and metrics.jsonl.")
+    push_to_hub: bool = flag(False, "Publish the folder at the end.")
+    hub_model_id: str | None = flag(None, "Repository to publish to, by default the folder's name.")
+    hub_token: str | None = flag(None, "Token of the Hub, by default the one that is logged in.")
+    hub_private_repo: bool | None = flag(None, "Make the repository private.")
+
+    def check_training(self) -> None:
+        """Raise `UsageError` for values that no run can have."""
+        positive = (
+            "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps logging_steps "
+            "save_steps"
+        )
+        for name in positive.split():
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name} is {getattr(self, name)}: it must be at least 1.")
+        for name in ("eval_steps", "save_total_limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name} is {value}: it must be at least 1.")
+        if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
+            raise UsageError("Nothing would be trained: give --num_train_epochs above 0 or --max_steps of at least 1.")
+
+    def optimizer(self) -> OptimizerConfig:
+        """The optimizer that the flags describe."""
+        return OptimizerConfig(
+            learning_rate=self.learning_rate,
+            weight_decay=self.weight_decay,
+            adam_beta1=self.adam_beta1,
+            adam_beta2=self.adam_beta2,
+            adam_epsilon=self.adam_epsilon,
+            adafactor=self.adafactor,
+            warmup_steps=self.warmup_steps,
+            lr_scheduler_type=self.lr_scheduler_type,
+            max_grad_norm=self.max_grad_norm or None,
+        )
+
+    def loop(self, *, total_steps: int, steps_per_epoch: float | None, eval_batches: int) -> LoopConfig:
+        """The loop that the flags describe."""
+        every_epoch = None if steps_per_epoch is None else max(1, round(steps_per_epoch))
+        return LoopConfig(
+            total_steps=total_steps,
+            output_dir=self.output_dir,
+            accumulation=self.gradient_accumulation_steps,
+            seed=self.seed,
+            log_every=self.logging_steps,
+            eval_every=self.eval_steps or every_epoch,
+            eval_steps=eval_batches,
+            save_every=self.save_steps,
+            save_total_limit=self.save_total_limit,
+            resume=self.resume_from_checkpoint,
+            overwrite=self.overwrite_output_dir,
+            report_to=reporters(self.report_to),
+            steps_per_epoch=steps_per_epoch,
+            debug_nans=self.debug_nans,
+        )
+
+
+def reporters(names: list[str]) -> tuple[str, ...]:
+    """Return where to report to: "all" and "none" resolved."""
+    asked = [name for part in names for name in part.split(",")]
+    if "none" in asked:
+        return ()
+    return ("tensorboard", "wandb") if "all" in asked else tuple(asked)
+
+
+def check_dtypes(flags: ModelFlags) -> None:
+    """Raise `UsageError` for dtypes that models do not have."""
+    dtype_of(flags.dtype)
+    dtype_of(flags.param_dtype)
+
+
+def as_recipe(flags: Any) -> dict[str, Any]:
+    """Return the flags as plain values, without secrets, for `recipe.yaml`."""
+    return {each.name: getattr(flags, each.name) for each in fields(flags) if each.name not in SECRET_FLAGS}

@@ -1,0 +1,49 @@
+"""`distaff config create`: a config from a model type or another config, changed and fitted to a tokenizer."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from distaff.core.errors import DistaffError, UsageError
+from distaff.models import FAMILIES
+from distaff.tasks import _recipe as recipe
+from distaff.tasks._flags import ModelFlags, flag
+
+
+@dataclass(kw_only=True)
+class ConfigFlags:
+    """Flags of `distaff config create`."""
+
+    output_dir: str = flag("", "Folder to write config.json into.", required=True)
+    model_type: str | None = flag(None, "Model type whose defaults to start from (bert, roberta, ...).")
+    config_name: str | None = flag(None, "Config to start from instead: a folder or a Hub id.")
+    tokenizer_name: str | None = flag(None, "Take vocabulary and special ids from this tokenizer.")
+    config_overrides: str | None = flag(None, "Changes: hidden_size=192,num_hidden_layers=4.")
+
+
+def create(flags: ConfigFlags) -> int:
+    """Write the config and say where; the family must accept it."""
+    import importlib
+
+    from transformers import CONFIG_MAPPING
+
+    if bool(flags.model_type) == bool(flags.config_name):
+        raise UsageError("Start from one of --model_type and --config_name.")
+    source = ModelFlags(config_name=flags.config_name, model_type=flags.model_type, tokenizer_name=flags.tokenizer_name)
+    if flags.model_type and flags.model_type not in CONFIG_MAPPING:
+        raise UsageError(f"--model_type '{flags.model_type}' is none of {', '.join(FAMILIES)}.")
+    config = CONFIG_MAPPING[flags.model_type]() if flags.model_type else recipe.load_config(source, None)
+    if flags.tokenizer_name:
+        recipe.fit_config_to_tokenizer(config, recipe.load_tokenizer(source))
+    if flags.config_overrides:
+        recipe.override(config, flags.config_overrides)
+    family = FAMILIES.get(config.model_type)
+    if family is not None:
+        module = importlib.import_module(f"distaff.models.{family.file}")
+        getattr(module, family.classes()["Model"]).check_config(config)
+    folder = Path(flags.output_dir)
+    try:
+        config.save_pretrained(folder)
+    except OSError as error:
+        raise DistaffError(f"--output_dir '{folder}' cannot be written: {error.strerror}.") from error
+    print(f"{folder / 'config.json'}: a {config.model_type} config with a vocabulary of {config.vocab_size}.")
+    return 0

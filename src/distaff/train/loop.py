@@ -1,0 +1,157 @@
+"""The training loop: step, log, evaluate, save, resume, leave cleanly. It sees functions and pytrees only.
+
+In order: 1. the folder is checked and the checkpoint to resume from found; 2. the state is made or restored; 3. batches
+are made ahead by a thread; 4. each step is dispatched, its sums stay on the devices until the next log; 5. at their
+steps: log, evaluate, save, in this order, so that a checkpoint never knows more than the log; 6. the last step and an
+interrupted one are saved.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from distaff.core.errors import UsageError
+from distaff.core.mesh import make_mesh
+from distaff.core.tree import Tree
+from distaff.train.checkpoint import Checkpoints, restore
+from distaff.train.config import LoopConfig
+from distaff.train.log import Terminal, check_reporters, make_sinks
+from distaff.train.measure import Compilations
+from distaff.train.prefetch import Batches, position_of
+from distaff.train.resume import (
+    CHECKPOINTS,
+    find_checkpoint,
+    leave_behind,
+    prepare_output,
+    restore_position,
+    window_from_json,
+)
+from distaff.train.run import Run, TokenCount, Values
+from distaff.train.signals import stop_requests
+from distaff.train.state import TrainState, abstract_state, create_state
+from distaff.train.step import LossFunction, Schedule, make_train_step
+
+logger = logging.getLogger("distaff.train")
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What a run leaves.
+
+    state: after the last step. step: how many steps are done in all, those before a resume too.
+    metrics: of the last log and, as `eval_...`, of the last evaluation.
+    interrupted: the number of the signal that ended the run early, else None.
+    compilations: how often `train_step` and `eval_step` were compiled.
+    """
+
+    state: TrainState
+    step: int
+    metrics: Values
+    interrupted: int | None
+    compilations: dict[str, int]
+
+
+def fit(
+    loss_fn: LossFunction,
+    *,
+    params: Tree,
+    tx: optax.GradientTransformation,
+    batches: Batches,
+    config: LoopConfig,
+    mesh: Mesh | None = None,
+    param_shardings: Tree | None = None,
+    schedule: Schedule | None = None,
+    eval_batches: Batches | None = None,
+    tokens_per_batch: TokenCount | None = None,
+    derived: Callable[[Values], Values] | None = None,
+    on_log: Callable[[int, Values], None] | None = None,
+) -> FitResult:
+    """Train `params` and return the result; see `LoopConfig` for the settings.
+
+    loss_fn: `(params, batch, rng) -> {"loss": (sum, weight), ...}`; rng is None in evaluation.
+    batches: `step -> {name: array}`, this process's `accumulation * rows` of a step's batch (see `prefetch`).
+    schedule: the learning rate by steps done, for the log. eval_batches: `index -> batch` for `config.eval_steps`.
+    tokens_per_batch: of this process; a number, the batch key whose sum it is, or a function of the host batch.
+    derived: more values from a log's values ("loss" -> "perplexity"). on_log: called with each log and evaluation.
+
+    Raises UsageError for settings that cannot be, CheckpointError, and DistaffError for a loss that is not finite.
+    """
+    if eval_batches is not None and config.eval_steps < 1:
+        raise UsageError("eval_batches need eval_steps of at least 1 in the config.")
+    check_reporters(config.report_to)
+    mesh = make_mesh() if mesh is None else mesh
+    output = None if config.output_dir is None else Path(config.output_dir)
+    source = _find_source(config, output)
+    state = create_state(params, tx, mesh=mesh, seed=config.seed, shardings=param_shardings)
+    state, meta = _restored(state, source, config=config, batches=batches)
+    start = int(jax.device_get(state.step))
+    if output is not None and source is not None:
+        leave_behind(output, start)
+    # Leaving takes these in reverse: logs closed, the last save waited for, handlers put back.
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(stop_requests())
+        compilations = stack.enter_context(Compilations("train_step", "eval_step"))
+        checkpoints = None
+        if output is not None:
+            checkpoints = stack.enter_context(Checkpoints(output / CHECKPOINTS, keep=config.save_total_limit))
+        train_step = make_train_step(
+            loss_fn,
+            tx,
+            state=state,
+            accumulation=config.accumulation,
+            schedule=schedule,
+            donate=not config.debug_nans,
+        )
+        run = Run(
+            config=config,
+            loss_fn=loss_fn,
+            train_step=train_step,
+            mesh=mesh,
+            eval_batches=eval_batches,
+            tokens_per_batch=tokens_per_batch,
+            derived=derived,
+            on_log=on_log,
+            checkpoints=checkpoints,
+            stop=stop,
+            compilations=compilations.counts,
+            state=state,
+            step=start,
+            window=window_from_json(meta.get("window"), mesh),
+            position=position_of(batches),
+        )
+        # The first step donates the state; only the run may hold it.
+        del state
+        stack.callback(run.close)
+        if jax.process_index() == 0:
+            run.terminal = Terminal(total=config.total_steps, start=start) if config.progress else None
+            run.sinks = make_sinks(config, start=start)
+        run.train(batches)
+    return FitResult(run.state, run.step, run.metrics, stop.number, dict(compilations.counts))
+
+
+def _find_source(config: LoopConfig, output: Path | None) -> tuple[Path, int | None] | None:
+    """Return the checkpoint to go on from, after making sure that the output folder may be used."""
+    source = None if config.resume is None else find_checkpoint(config.resume, output)
+    if output is not None:
+        prepare_output(output, resume=source is not None, overwrite=config.overwrite)
+    return source
+
+
+def _restored(
+    state: TrainState, source: tuple[Path, int | None] | None, *, config: LoopConfig, batches: Batches
+) -> tuple[TrainState, dict[str, Any]]:
+    """Return the state and meta of the checkpoint `source`, with the batches sent to its position."""
+    if source is None:
+        return state, {}
+    state, meta = restore(source[0], abstract_state(state), step=source[1])
+    restore_position(batches, meta["positions"])
+    if meta["seed"] != config.seed:
+        logger.warning("The run goes on with the random key of seed %d, not %d.", meta["seed"], config.seed)
+    return state, meta

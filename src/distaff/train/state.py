@@ -1,0 +1,91 @@
+"""What a training step carries from one step to the next."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jax.sharding import Mesh, Sharding
+
+from distaff.core.mesh import replicated
+from distaff.core.tree import Tree, map_with_path
+
+
+@struct.dataclass
+class TrainState:
+    """The whole state of a run on the devices.
+
+    step: how many optimizer steps have been done, int32 scalar.
+    params: the trained pytree.
+    opt_state: what the optax optimizer keeps.
+    rng: the key of the run; it never changes, a step draws from `fold_in(rng, step)`.
+    """
+
+    step: jax.Array
+    params: Tree
+    opt_state: Any
+    rng: jax.Array
+
+
+def create_state(
+    params: Tree,
+    tx: optax.GradientTransformation,
+    *,
+    mesh: Mesh,
+    seed: int = 0,
+    shardings: Tree | None = None,
+) -> TrainState:
+    """Return the state before the first step, with copies of `params` (so a donated step leaves the caller's alone).
+
+    `shardings` has the structure of `params`; without it every device of `mesh` holds all parameters.
+    """
+    whole = replicated(mesh)
+    shardings = jax.tree.map(lambda _: whole, params) if shardings is None else shardings
+    # device_put may share the caller's buffers, and jit hands unchanged arguments through: only a copy is ours.
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)
+    params = copy(jax.device_put(params, shardings))
+    like_params = _opt_state_shardings(jax.eval_shape(tx.init, params), params, shardings, default=whole)
+    return TrainState(
+        step=jax.device_put(np.zeros((), np.int32), whole),
+        params=params,
+        opt_state=jax.jit(tx.init, out_shardings=like_params)(params),
+        # Made where it stays: a seed handed in from outside would be an implicit transfer.
+        rng=jax.jit(lambda: jax.random.key(seed), out_shardings=whole)(),
+    )
+
+
+def shardings_of(state: TrainState) -> TrainState:
+    """Return where each array of `state` lies, to pin the outputs of a step there."""
+    return jax.tree.map(lambda leaf: leaf.sharding, state)
+
+
+def abstract_state(state: TrainState) -> TrainState:
+    """Return shapes, dtypes and shardings of `state`, the target of a restore."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+
+
+def _opt_state_shardings(opt_state: Tree, params: Tree, shardings: Tree, *, default: Sharding) -> Tree:
+    """Give a leaf of the optimizer the sharding of the parameter whose path ends its own, if it has its shape."""
+    by_path: dict[str, tuple[tuple[int, ...], Sharding]] = {}
+
+    def note(path: str, leaf: Any) -> None:
+        by_path[path] = (leaf.shape, leaf.sharding)
+
+    map_with_path(note, jax.tree.map(_with_sharding, params, shardings))
+
+    def choose(path: str, leaf: Any) -> Sharding:
+        parts = path.split("/")
+        for start in range(len(parts)):
+            shape, sharding = by_path.get("/".join(parts[start:]), (None, default))
+            # Adafactor's factored moments stand under a parameter's path and are smaller.
+            if shape == leaf.shape:
+                return sharding
+        return default
+
+    return map_with_path(choose, opt_state)
+
+
+def _with_sharding(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

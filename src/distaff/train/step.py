@@ -1,0 +1,151 @@
+"""The jitted training and evaluation steps, made from a loss function.
+
+A loss function is `loss_fn(params, batch, rng) -> {name: (sum, weight)}` with float32 scalars. The gradient is that of
+the sum of "loss", divided by its total weight over all rows, micro-batches and devices. `rng` is None in evaluation.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from distaff.core.errors import DistaffError, UsageError
+from distaff.core.mesh import batch_devices, batch_sharding, place, replicated
+from distaff.core.tree import Tree
+from distaff.train.metrics import NO_STEP, StepMetrics, Sums
+from distaff.train.state import TrainState, shardings_of
+
+LossFunction = Callable[[Tree, Any, jax.Array | None], Mapping[str, tuple[Any, Any]]]
+Schedule = Callable[[Any], Any]
+TrainStep = Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]
+EvalStep = Callable[[Tree, Any], Sums]
+
+
+def make_train_step(
+    loss_fn: LossFunction,
+    tx: optax.GradientTransformation,
+    *,
+    state: TrainState | None = None,
+    accumulation: int = 1,
+    schedule: Schedule | None = None,
+    donate: bool = True,
+) -> TrainStep:
+    """Return the jitted `train_step(state, batch) -> (state, metrics)`; it takes over the buffers of its state.
+
+    With `accumulation` above one the leaves of a batch are `[accumulation, rows, ...]`, else `[rows, ...]`, as
+    `place_rows` makes them. `state` pins where the next state lies; without it the compiler chooses, which is fine on
+    one device. `schedule` is only reported. `donate=False` keeps the state that is passed in.
+    """
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
+        rng = jax.random.fold_in(state.rng, state.step)
+        grads, sums = _gradients(loss_fn, state.params, batch, rng, accumulation)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        norm = optax.tree.norm(grads).astype(jnp.float32)
+        finite = jnp.isfinite(sums["loss"][0]) & jnp.isfinite(norm)
+        metrics = StepMetrics(
+            sums={**sums, "grad_norm": (norm, jnp.ones((), jnp.float32))},
+            learning_rate=None if schedule is None else jnp.asarray(schedule(state.step), jnp.float32),
+            bad_step=jnp.where(finite, NO_STEP, state.step + 1).astype(jnp.int32),
+        )
+        return TrainState(step=state.step + 1, params=params, opt_state=opt_state, rng=state.rng), metrics
+
+    outputs = None if state is None else (shardings_of(state), state.step.sharding)
+    return jax.jit(train_step, donate_argnums=(0,) if donate else (), out_shardings=outputs)
+
+
+@partial(jax.jit, static_argnums=0)
+def eval_step(loss_fn: LossFunction, params: Tree, batch: Any) -> Sums:
+    """Return the sums of one batch without dropout; compiled once for a loss function and a shape of batch."""
+    return _checked(loss_fn(params, batch, None))
+
+
+def make_eval_step(loss_fn: LossFunction) -> EvalStep:
+    """Return the jitted `eval_step(params, batch) -> {name: (sum, weight)}`. Nothing is donated."""
+    return partial(eval_step, loss_fn)
+
+
+def place_rows(batch: Tree, mesh: Mesh, *, accumulation: int = 1) -> Tree:
+    """Put this process's rows of a global batch on the devices of `mesh`.
+
+    The leaves are host arrays `[accumulation * rows, ...]`; they come back as `[rows, ...]`, or with accumulation as
+    `[accumulation, rows, ...]`, the rows split over the devices. Raises UsageError if they cannot be.
+    """
+    local = max(batch_devices(mesh) // jax.process_count(), 1)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if leaf.ndim == 0 or leaf.shape[0] == 0 or leaf.shape[0] % (accumulation * local):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise UsageError(
+                f"Batch array '{name}' of shape {leaf.shape} cannot be split into {accumulation} micro-batches over "
+                f"{local} devices: its first dimension must be a multiple of {accumulation * local}."
+            )
+    if accumulation == 1:
+        return place(batch, batch_sharding(mesh))
+    rows = jax.tree.map(lambda leaf: leaf.reshape(accumulation, -1, *leaf.shape[1:]), batch)
+    return place(rows, batch_sharding(mesh, leading=1))
+
+
+def place_eval_rows(batch: Tree, mesh: Mesh) -> Tree:
+    """Like `place_rows`, but rows that do not divide over the devices go whole to each (in one process only)."""
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim}
+    if jax.process_count() == 1 and any(count % batch_devices(mesh) for count in rows):
+        return place(batch, replicated(mesh))
+    return place_rows(batch, mesh)
+
+
+@contextmanager
+def debugging_nans(what: str = "the run") -> Iterator[None]:
+    """Stop `what` at the first operation that yields a NaN, as a DistaffError with the operation's name.
+
+    A step must keep its state here (`donate=False`): the operation is found by running the step again piece by piece.
+    """
+    with jax.debug_nans(True):
+        try:
+            yield
+        except FloatingPointError as error:
+            raise DistaffError(f"A NaN stopped {what}: {str(error).splitlines()[0].rstrip('. ')}.") from error
+
+
+def _gradients(loss_fn: LossFunction, params: Tree, batch: Any, rng: jax.Array, accumulation: int) -> tuple[Tree, Sums]:
+    """Return the gradient of the mean loss, in the dtypes of `params`, and the sums it was divided by."""
+
+    def loss_sum(params: Tree, rows: Any, key: jax.Array) -> tuple[jax.Array, Sums]:
+        sums = _checked(loss_fn(params, rows, key))
+        return sums["loss"][0], sums
+
+    gradient = jax.grad(loss_sum, has_aux=True)
+    if accumulation == 1:
+        grads, sums = gradient(params, batch, rng)
+    else:
+
+        def add(total: Tree, micro: tuple[jax.Array, Any]) -> tuple[Tree, Sums]:
+            index, rows = micro
+            grads, sums = gradient(params, rows, jax.random.fold_in(rng, index))
+            return jax.tree.map(lambda whole, part: whole + part.astype(whole.dtype), total, grads), sums
+
+        # Sums of many bfloat16 gradients lose their small parts: add in float32 at least.
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), params)
+        grads, stacked = jax.lax.scan(add, zeros, (jnp.arange(accumulation), batch))
+        sums = jax.tree.map(lambda parts: parts.sum(axis=0), stacked)
+    weight = sums["loss"][1]
+    # A step without any weight has gradients of zero, not of zero by zero.
+    scale = 1.0 / jnp.where(weight == 0, 1.0, weight)
+    return jax.tree.map(lambda grad, leaf: (grad * scale).astype(leaf.dtype), grads, params), sums
+
+
+def _checked(sums: Mapping[str, tuple[Any, Any]]) -> Sums:
+    """Return what a loss function returned as float32 scalars; UsageError if it is something else."""
+    if not isinstance(sums, Mapping) or "loss" not in sums:
+        raise UsageError('A loss function returns a dict {"loss": (sum, weight), ...}; "loss" was missing.')
+    checked: Sums = {}
+    for name, pair in sums.items():
+        if not isinstance(pair, tuple) or len(pair) != 2 or any(jnp.ndim(part) for part in pair):
+            raise UsageError(f"'{name}' of the loss function must be a pair of scalars (sum, weight), not {pair!r}.")
+        checked[name] = (jnp.asarray(pair[0], jnp.float32), jnp.asarray(pair[1], jnp.float32))
+    return checked

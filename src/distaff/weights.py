@@ -1,0 +1,217 @@
+"""Rows that say everything about a parameter: its Hugging Face name, our path, its kind and its logical axes.
+
+From the same rows come reading and writing of every file format, random initialisation, shardings, the weight-decay
+mask and the stacked axis of scanned layers.
+"""
+
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from distaff.core.tree import flatten
+from distaff.nn.stack import STACKED
+
+Kind = Literal["linear", "embedding", "norm_scale", "bias", "raw"]
+
+# How PyTorch calls the last part of a parameter's name, and how Flax does.
+_LEAF_NAMES: dict[str, tuple[str, str]] = {
+    "linear": ("weight", "kernel"),
+    "embedding": ("weight", "embedding"),
+    "norm_scale": ("weight", "scale"),
+    "bias": ("bias", "bias"),
+}
+# LayerNorm's parameters in checkpoints that were converted from TensorFlow.
+_LEGACY_NORM = {"weight": "gamma", "bias": "beta"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter, or with `{i}` in `key` and `path` one for each of `count` layers.
+
+    `key` is the name in PyTorch files, `path` the '/'-path in our tree, `axes` the logical axes of our array, `kind`
+    the transformation between the two. `aliases` are other names under which the tensor may stand in a file, looked
+    for in order after `key`; those in `copies` are written too. `std` is the standard deviation of random weights,
+    None for the config's `initializer_range`. `required` parameters are never newly made for a checkpoint.
+    """
+
+    key: str
+    path: str
+    kind: Kind
+    axes: tuple[str | None, ...]
+    count: int | None = None
+    aliases: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
+    std: float | None = None
+    required: bool = True
+
+    @property
+    def flax_key(self) -> str:
+        """The '/'-path that `flax_model.msgpack` files of Transformers used."""
+        return _flax_key(self.key, self.kind)
+
+    def names(self, file_format: str) -> tuple[str, ...]:
+        """The names to look for in a file of that format, the usual one first."""
+        if file_format == "msgpack":
+            return (self.flax_key, *(_flax_key(alias, self.kind) for alias in self.aliases))
+        legacy: tuple[str, ...] = ()
+        if "norm" in self.key.lower() and self.key.endswith((".weight", ".bias")):
+            stem, _, leaf = self.key.rpartition(".")
+            legacy = (f"{stem}.{_LEGACY_NORM[leaf]}",)
+        return (self.key, *self.aliases, *legacy)
+
+    def layer(self, index: int) -> "Row":
+        """The row of layer `index`."""
+        fill = str(index)
+        return replace(
+            self,
+            key=self.key.replace("{i}", fill),
+            path=self.path.replace("{i}", fill),
+            aliases=tuple(alias.replace("{i}", fill) for alias in self.aliases),
+            copies=tuple(copy.replace("{i}", fill) for copy in self.copies),
+            count=None,
+        )
+
+
+def _flax_key(key: str, kind: Kind) -> str:
+    stem, _, leaf = key.rpartition(".")
+    torch_leaf, flax_leaf = _LEAF_NAMES.get(kind, (leaf, leaf))
+    return "/".join([*stem.split("."), flax_leaf if leaf == torch_leaf else leaf]).lstrip("/")
+
+
+@dataclass(frozen=True)
+class Tie:
+    """`key` repeats the tensor `source`; where a file holds both with different values, it is a tensor of its own."""
+
+    key: str
+    source: str
+
+
+def linear(key: str, path: str, axes: tuple[str | None, str | None], *, bias: bool = True, **fields: Any) -> list[Row]:
+    """Rows of a dense layer: PyTorch stores `[out, in]`, we `[in, out]`."""
+    rows = [Row(f"{key}.weight", f"{path}/kernel", "linear", axes, **fields)]
+    return rows + ([Row(f"{key}.bias", f"{path}/bias", "bias", (axes[1],), **fields)] if bias else [])
+
+
+def embedding(key: str, path: str, axes: tuple[str | None, str | None], **fields: Any) -> list[Row]:
+    """Row of a lookup table `[num_embeddings, features]`."""
+    return [Row(f"{key}.weight", f"{path}/embedding", "embedding", axes, **fields)]
+
+
+def norm(key: str, path: str, **fields: Any) -> list[Row]:
+    """Rows of a LayerNorm."""
+    return [
+        Row(f"{key}.weight", f"{path}/scale", "norm_scale", (None,), **fields),
+        Row(f"{key}.bias", f"{path}/bias", "bias", (None,), **fields),
+    ]
+
+
+def repeated(count: int, rows: Iterable[Row]) -> list[Row]:
+    """Rows for `count` equal layers; their `{i}` stands for the layer's number."""
+    return [replace(row, count=count) for row in rows]
+
+
+def prefixed(prefix: str, rows: Iterable[Row], **fields: Any) -> list[Row]:
+    """Rows of a model that is a part, named `prefix`, of another."""
+
+    def inside(row: Row) -> Row:
+        aliases = tuple(f"{prefix}.{alias}" for alias in row.aliases)
+        return replace(row, key=f"{prefix}.{row.key}", path=f"{prefix}/{row.path}", aliases=aliases, **fields)
+
+    return [inside(row) for row in rows]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of our tree: its path, and the rows of the tensors that it is made of (several where stacked)."""
+
+    path: str
+    rows: tuple[Row, ...]
+    stacked: bool
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of all its rows."""
+        return self.rows[0].kind
+
+    @property
+    def axes(self) -> tuple[str | None, ...]:
+        """Logical axes of the array, "layers" first where stacked."""
+        return ("layers", *self.rows[0].axes) if self.stacked else self.rows[0].axes
+
+
+def leaves(rows: Iterable[Row], *, scan_layers: bool = False) -> dict[str, Leaf]:
+    """Return the leaves of the tree by path: a stacked one, or one for each layer."""
+    found: dict[str, Leaf] = {}
+    for row in rows:
+        each = [row] if row.count is None else [row.layer(index) for index in range(row.count)]
+        if scan_layers and row.count is not None:
+            path = row.path.replace("{i}", STACKED)
+            found[path] = Leaf(path, tuple(each), True)
+        else:
+            found.update({one.path: Leaf(one.path, (one,), False) for one in each})
+    return found
+
+
+def generic_rows(params: Mapping[str, Any]) -> list[Row]:
+    """Rows for a module that has none: the path with dots, kernel ↔ weight transposed."""
+    rows = []
+    for path, leaf in flatten(params).items():
+        stem, _, name = path.rpartition("/")
+        kinds: dict[str, Kind] = {"kernel": "linear", "embedding": "embedding", "scale": "norm_scale", "bias": "bias"}
+        kind = kinds.get(name, "raw")
+        if kind == "linear" and len(leaf.shape) != 2:
+            kind = "raw"
+        key = ".".join([*stem.split("/"), _LEAF_NAMES[kind][0] if kind != "raw" else name]).lstrip(".")
+        rows.append(Row(key, path, kind, (None,) * len(leaf.shape)))
+    return rows
+
+
+def to_ours(tensor: np.ndarray, kind: Kind, file_format: str) -> np.ndarray:
+    """Return a view of a file's tensor in our layout; old msgpack files have it already."""
+    return tensor.T if kind == "linear" and file_format != "msgpack" else tensor
+
+
+def to_theirs(array: np.ndarray, kind: Kind, file_format: str) -> np.ndarray:
+    """Return a view of our array in the file's layout."""
+    return to_ours(array, kind, file_format)
+
+
+def tensors_to_write(
+    params: Mapping[str, np.ndarray], table: Mapping[str, Leaf], file_format: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield `(name, tensor)` as the file format wants them, from `params` by path."""
+    for path, leaf in table.items():
+        array = np.asarray(params[path])
+        for index, row in enumerate(leaf.rows):
+            tensor = to_theirs(array[index] if leaf.stacked else array, row.kind, file_format)
+            if file_format == "msgpack":
+                yield row.flax_key, tensor
+            else:
+                yield from ((name, tensor) for name in (row.key, *row.copies))
+
+
+def random_tensor(row: Row, shape: tuple[int, ...], seed: int, initializer_range: float) -> np.ndarray:
+    """Return float32 starting values of `shape`, a function of `seed` and the row's path alone.
+
+    Norm scales are 1, biases 0, everything else is normal: the initialisation of BERT and of all that followed it.
+    """
+    if row.kind in ("bias", "norm_scale"):
+        return np.full(shape, 1.0 if row.kind == "norm_scale" else 0.0, np.float32)
+    rng = np.random.Generator(np.random.SFC64([seed, zlib.crc32(row.path.encode())]))
+    values = rng.standard_normal(shape, dtype=np.float32)
+    values *= np.float32(initializer_range if row.std is None else row.std)
+    return values
+
+
+def decays(kind: Kind) -> bool:
+    """Tell whether weight decay acts on such parameters: not on biases and norms."""
+    return kind not in ("bias", "norm_scale")
+
+
+def matches(patterns: Iterable[str], name: str) -> bool:
+    """Tell whether any of the regular expressions is found in `name`."""
+    return any(re.search(pattern, name) for pattern in patterns)
