@@ -159,7 +159,7 @@ def set_up_process() -> None:
     import jax
 
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "distaff" / "xla"
-    if jax.config.read("jax_compilation_cache_dir") is None:
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         jax.config.update("jax_compilation_cache_dir", str(cache))
 
 

@@ -293,6 +293,12 @@ class FlaxPreTrainedModel:
         folder = Path(directory)
         if folder.is_file():
             raise UsageError(f"'{folder}' is a file: name a folder to save the model in.")
+        preferred = [*folder.glob("model*.safetensors*"), *folder.glob("pytorch_model*.bin*")]
+        if save_format == "msgpack" and preferred:
+            raise UsageError(
+                f"'{folder}' holds {preferred[0].name}, which would be loaded instead of flax_model.msgpack: save to "
+                "another folder, or save msgpack first and safetensors after it."
+            )
         params = self.params if params is None else params
         flat = {path: np.asarray(jax.device_get(leaf)) for path, leaf in flatten(params).items()}
         self._refuse_misfits(flat)

@@ -1,9 +1,10 @@
-"""'/'-separated paths and nested dicts: the only place that flattens and unflattens parameters."""
+"""'/'-separated paths and nested dicts: the only place that flattens and unflattens parameters.
+
+jax is imported where it is needed: reading files needs these paths and no jax.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
-
-import jax
 
 Tree = Any
 
@@ -33,9 +34,13 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def path_of(key_path) -> str:
     """Return the '/'-path of a `jax.tree_util` key path."""
+    import jax
+
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
 def map_with_path(function: Callable[[str, Any], Any], tree: Tree) -> Tree:
     """Map `function(path, leaf)` over any pytree, optimizer states included."""
+    import jax
+
     return jax.tree_util.tree_map_with_path(lambda key_path, leaf: function(path_of(key_path), leaf), tree)

@@ -21,7 +21,8 @@ from distaff.core.errors import CheckpointError, DataError, UsageError
 from distaff.data.batches import Collate
 from distaff.data.columns import flat_values
 from distaff.data.draws import row_keys, uniforms
-from distaff.data.text import check_ids, encode_texts, tokenize_blocks
+from distaff.data.encode import encode_texts
+from distaff.data.text import check_ids, tokenize_blocks
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from distaff.core.errors import DataError, UsageError
 from distaff.data.columns import flat_values
+from distaff.data.encode import encode_texts, tokenizer_identity
 from distaff.data.files import ReadCount, expand_files, read_texts
 
 logger = logging.getLogger(__name__)
@@ -287,41 +288,6 @@ def _tokenize(
         )
 
 
-def encode_texts(texts: list[str], *, tokenizer: Any, max_length: int | None, whole_word: bool) -> pa.Table:
-    """Return the tokens of `texts` as a table of `input_ids`, and `word_start` and `cut` where asked for."""
-    ask = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-    encoded = tokenizer(texts, **ask)
-    ids: list[list[int]] = encoded["input_ids"]
-    encodings = list(encoded.encodings) if whole_word else []
-    cut = [index for index, row in enumerate(ids) if max_length is not None and len(row) > max_length]
-    if cut:
-        # Only now with truncation: the tokenizer knows which special tokens stay, and how many rows were too long.
-        shorter = tokenizer([texts[index] for index in cut], truncation=True, max_length=max_length, **ask)
-        for place, index in enumerate(cut):
-            ids[index] = shorter["input_ids"][place]
-            if whole_word:
-                encodings[index] = shorter.encodings[place]
-    columns = {"input_ids": _lists(ids, np.int32)}
-    if whole_word:
-        columns["word_start"] = _lists([_word_starts(encoding.word_ids) for encoding in encodings], np.int8)
-    if max_length is not None:
-        flags = np.zeros(len(ids), bool)
-        flags[cut] = True
-        columns["cut"] = pa.array(flags)
-    return pa.table(columns)
-
-
-def _lists(rows: Sequence[Sequence[int] | np.ndarray], dtype: Any) -> pa.ListArray:
-    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-    flat = np.fromiter(itertools.chain.from_iterable(rows), dtype, count=int(offsets[-1]))
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
-
-
-def _word_starts(word_ids: list[int | None]) -> np.ndarray:
-    words = np.array(word_ids, float)  # None, of special tokens, becomes nan, which is unlike its neighbours
-    return np.concatenate([[True], words[1:] != words[:-1]])[: len(words)].astype(np.int8)
-
-
 def _block_batches(tables: Iterable[pa.Table], block: int) -> Iterator[pa.RecordBatch]:
     """Join the lists of `tables`, column by column, and yield them cut into lists of `block` values."""
     left: dict[str, np.ndarray] = {}
@@ -335,15 +301,6 @@ def _block_batches(tables: Iterable[pa.Table], block: int) -> Iterator[pa.Record
             yield pa.record_batch(
                 {name: pa.FixedSizeListArray.from_arrays(values[:whole], block) for name, values in joined.items()}
             )
-
-
-def tokenizer_identity(tokenizer: Any) -> str:
-    """Return what a tokenizer's output depends on, and not what it was last called with (lengths, padding)."""
-    if not tokenizer.is_fast:
-        return datasets.fingerprint.Hasher.hash(tokenizer)
-    content = json.loads(tokenizer.backend_tokenizer.to_str())
-    content.update(truncation=None, padding=None)
-    return json.dumps([content, tokenizer.truncation_side])
 
 
 @contextmanager

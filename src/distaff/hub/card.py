@@ -69,7 +69,7 @@ def write_card(
     )
     text = _text(
         title="" if above.strip() else f"# {model_name}\n\n",
-        name=repo_id or str(folder),
+        name=repo_id or model_name,
         model_type=model_type,
         task=task,
         base_model=base_model,
@@ -170,9 +170,7 @@ def _text(
 ) -> str:
     origin = f"started from `{base_model}`" if base_model else "trained from random weights"
     data = f" on {', '.join(f'`{dataset}`' for dataset in datasets)}" if datasets else ""
-    parts = [
-        f"{title}A {model_type} model, {origin}{data}, with [distaff](https://pypi.org/project/distaff/) (Flax on JAX)."
-    ]
+    parts = [f"{title}A {model_type} model, {origin}{data}, with distaff (Flax on JAX)."]
     if metrics:
         parts.append("## Results\n\n" + _table([{"metric": key, "value": value} for key, value in metrics.items()]))
     if task:

@@ -35,7 +35,7 @@ INDEX_SUFFIX = ".index.json"
 WEIGHT_NAMES = tuple(name for single in SINGLE.values() for name in (single, single + INDEX_SUFFIX))
 
 # Mapped pages count as memory of the process until they are released: the bytes handed out between two releases.
-RELEASE_BYTES = 64_000_000
+RELEASE_BYTES = 32_000_000
 
 SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 SIZE_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

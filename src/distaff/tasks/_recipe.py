@@ -18,6 +18,7 @@ from distaff.core.mesh import batch_devices
 from distaff.hub import push_folder, resolve, write_card
 from distaff.pretrained import FlaxPreTrainedModel
 from distaff.tasks._flags import ModelFlags, TextFlags, TrainingFlags, as_recipe
+from distaff.tasks.tokenizer import save_tokenizer
 
 logger = logging.getLogger("distaff")
 
@@ -216,7 +217,7 @@ def finish(
 ) -> None:
     """Write model, tokenizer and card, and publish them where asked. Publishing that fails leaves the run whole."""
     model.save_pretrained(folder, params)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     base = flags.model_name_or_path
     write_card(
         folder,

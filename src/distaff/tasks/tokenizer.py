@@ -189,11 +189,13 @@ def train_tokenizer(texts: Iterable[list[str]], *, flags: TokenizerFlags) -> Pre
     )
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write the tokenizer's files so that Transformers 4 opens them too."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
+    if config.get("tokenizer_class") != "TokenizersBackend":
+        return
     # Version 5 reads both spellings; version 4 knows neither this class nor a list under the other name.
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(config.get("extra_special_tokens"), list):

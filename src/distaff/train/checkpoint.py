@@ -213,6 +213,6 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of an error as the end of a sentence."""
+    """Return the first line of an error as the end of a sentence, without the long specification that follows it."""
     text = str(error).strip().splitlines()
-    return f"{text[0].rstrip('.')}." if text else f"{type(error).__name__}."
+    return f"{text[0].split(' [tensorstore_spec')[0].rstrip('.')}." if text else f"{type(error).__name__}."

@@ -24,6 +24,7 @@ from distaff.train.checkpoint import Checkpoints, restore
 from distaff.train.config import LoopConfig
 from distaff.train.log import Terminal, check_reporters, make_sinks
 from distaff.train.measure import Compilations
+from distaff.train.metrics import StepMetrics
 from distaff.train.prefetch import Batches, position_of
 from distaff.train.resume import (
     CHECKPOINTS,
@@ -33,10 +34,10 @@ from distaff.train.resume import (
     restore_position,
     window_from_json,
 )
-from distaff.train.run import Run, TokenCount, Values
+from distaff.train.run import Hooks, Run, TokenCount, Values
 from distaff.train.signals import stop_requests
 from distaff.train.state import TrainState, abstract_state, create_state
-from distaff.train.step import LossFunction, Schedule, make_train_step
+from distaff.train.step import LossFunction, Schedule, TrainStep, make_train_step
 
 logger = logging.getLogger("distaff.train")
 
@@ -91,43 +92,60 @@ def fit(
     source = _find_source(config, output)
     state = create_state(params, tx, mesh=mesh, seed=config.seed, shardings=param_shardings)
     state, meta = _restored(state, source, config=config, batches=batches)
-    start = int(jax.device_get(state.step))
     if output is not None and source is not None:
-        leave_behind(output, start)
+        leave_behind(output, int(jax.device_get(state.step)))
+    hooks = Hooks(
+        loss_fn=loss_fn,
+        eval_batches=eval_batches,
+        tokens_per_batch=tokens_per_batch,
+        derived=derived,
+        on_log=on_log,
+    )
+    train_step = make_train_step(
+        loss_fn,
+        tx,
+        state=state,
+        accumulation=config.accumulation,
+        schedule=schedule,
+        donate=not config.debug_nans,
+    )
+    window = window_from_json(meta.get("window"), mesh)
+    return _drive(hooks, config=config, mesh=mesh, train_step=train_step, state=state, window=window, batches=batches)
+
+
+def _drive(
+    hooks: Hooks,
+    *,
+    config: LoopConfig,
+    mesh: Mesh,
+    train_step: TrainStep,
+    state: TrainState,
+    window: StepMetrics | None,
+    batches: Batches,
+) -> FitResult:
+    """Run from `state` to the end with signals caught, compilations counted, logs and checkpoints open."""
+    start = int(jax.device_get(state.step))
     # Leaving takes these in reverse: logs closed, the last save waited for, handlers put back.
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_requests())
         compilations = stack.enter_context(Compilations("train_step", "eval_step"))
         checkpoints = None
-        if output is not None:
-            checkpoints = stack.enter_context(Checkpoints(output / CHECKPOINTS, keep=config.save_total_limit))
-        train_step = make_train_step(
-            loss_fn,
-            tx,
-            state=state,
-            accumulation=config.accumulation,
-            schedule=schedule,
-            donate=not config.debug_nans,
-        )
+        if config.output_dir is not None:
+            folder = Path(config.output_dir) / CHECKPOINTS
+            checkpoints = stack.enter_context(Checkpoints(folder, keep=config.save_total_limit))
         run = Run(
             config=config,
-            loss_fn=loss_fn,
+            hooks=hooks,
             train_step=train_step,
             mesh=mesh,
-            eval_batches=eval_batches,
-            tokens_per_batch=tokens_per_batch,
-            derived=derived,
-            on_log=on_log,
             checkpoints=checkpoints,
             stop=stop,
             compilations=compilations.counts,
             state=state,
             step=start,
-            window=window_from_json(meta.get("window"), mesh),
+            window=window,
             position=position_of(batches),
         )
-        # The first step donates the state; only the run may hold it.
-        del state
         stack.callback(run.close)
         if jax.process_index() == 0:
             run.terminal = Terminal(total=config.total_steps, start=start) if config.progress else None

@@ -34,7 +34,18 @@ Values = dict[str, float]
 TokenCount = int | str | Callable[[Any], int]
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """The caller's functions, as `fit` describes them."""
+
+    loss_fn: LossFunction
+    eval_batches: Batches | None
+    tokens_per_batch: TokenCount | None
+    derived: Callable[[Values], Values] | None
+    on_log: Callable[[int, Values], None] | None
+
+
+@dataclass(kw_only=True)
 class Run:
     """A run under way.
 
@@ -45,13 +56,9 @@ class Run:
     """
 
     config: LoopConfig
-    loss_fn: LossFunction
+    hooks: Hooks
     train_step: TrainStep
     mesh: Mesh
-    eval_batches: Batches | None
-    tokens_per_batch: TokenCount | None
-    derived: Callable[[Values], Values] | None
-    on_log: Callable[[int, Values], None] | None
     checkpoints: Checkpoints | None
     stop: StopRequest
     compilations: dict[str, int]
@@ -127,7 +134,7 @@ class Run:
         config, last = self.config, self.step == self.config.total_steps
         if last or self.step % config.log_every == 0:
             self._log()
-        if self.eval_batches is not None and (last or (config.eval_every and self.step % config.eval_every == 0)):
+        if self.hooks.eval_batches is not None and (last or (config.eval_every and self.step % config.eval_every == 0)):
             self._evaluate()
         if self.checkpoints is not None and config.save_every and self.step % config.save_every == 0:
             self._save()
@@ -140,7 +147,7 @@ class Run:
         if window.learning_rate is not None:
             values["learning_rate"] = float(window.learning_rate)
         processes = jax.process_count()
-        if self.tokens_per_batch is not None:
+        if self.hooks.tokens_per_batch is not None:
             values["tokens_per_second"] = self.tokens * processes / seconds
         values["examples_per_second"] = self.rows * processes / seconds
         values["step_seconds"] = seconds / self.steps
@@ -157,13 +164,13 @@ class Run:
             )
 
     def _evaluate(self) -> None:
-        assert self.eval_batches is not None
+        assert self.hooks.eval_batches is not None
         jax.block_until_ready(self.state.step)
         with self.watch.paused():
             values = evaluate(
-                self.loss_fn,
+                self.hooks.loss_fn,
                 params=self.state.params,
-                batches=self.eval_batches,
+                batches=self.hooks.eval_batches,
                 steps=self.config.eval_steps,
                 mesh=self.mesh,
             )
@@ -211,13 +218,13 @@ class Run:
             sink.write(self.step, values)
         if self.terminal is not None:
             self.terminal.write(self.step, values)
-        if self.on_log is not None:
-            self.on_log(self.step, values)
+        if self.hooks.on_log is not None:
+            self.hooks.on_log(self.step, values)
 
     def _values(self, divided: Values) -> Values:
         """Return divided sums, the loss first, and what the caller derives from them."""
         values = {name: divided[name] for name in sorted(divided, key=lambda name: (name != "loss", name))}
-        return values if self.derived is None else values | self.derived(dict(values))
+        return values if self.hooks.derived is None else values | self.hooks.derived(dict(values))
 
     def _epoch(self) -> float | None:
         """Return how often the data was seen, by the caller's count or else by the stream's own."""
@@ -228,7 +235,7 @@ class Run:
     def _size(self, batch: Mapping[str, Any]) -> tuple[int, int]:
         """Return the rows and tokens of a host batch."""
         rows = len(jax.tree.leaves(batch)[0])
-        count = self.tokens_per_batch
+        count = self.hooks.tokens_per_batch
         if isinstance(count, str):
             return rows, int(np.sum(batch[count]))
         return rows, int(count(batch) if callable(count) else count or 0)
@@ -239,7 +246,10 @@ class Run:
             return bool(self.stop)
         if self.step % self.config.log_every:
             return False
-        return bool(np.any(multihost_utils.process_allgather(np.bool_(bool(self.stop)))))
+        # The signal may have reached one process only: all leave for its number.
+        numbers = multihost_utils.process_allgather(np.int32(self.stop.number or 0))
+        self.stop.number = int(np.max(numbers)) or None
+        return bool(self.stop)
 
     def _say(self, text: str) -> None:
         if self.terminal is not None:

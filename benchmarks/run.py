@@ -1,0 +1,75 @@
+"""`make bench`: each benchmark against its plain variant, alternating (A B A B), medians in one table.
+
+With PEERS_DIR set to a folder that holds the peers' environments (`venv-flax` and `bench_flax.py`), the last Flax
+release of Transformers joins: its masked LM step, in the same alternation. Read ratios within one run.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
+def run(command: list[str], *, cwd: Path | None = None, **environment: str) -> dict:
+    """Run a benchmark in a process of its own and return its last line."""
+    env = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", **environment}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=cwd, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def ours(script: str, *flags: str, huge_pages: bool) -> dict:
+    """Run one of our scripts."""
+    return run([sys.executable, str(HERE / script), *flags], **(HUGE_PAGES if huge_pages else {}))
+
+
+def contenders(name: str, steps: int) -> dict[str, object]:
+    """The commands to alternate, by the name of the contender."""
+    flags = ("--steps", str(steps)) if name == "mlm" else ()
+    table = {
+        "distaff": lambda: ours(f"{name}.py", *flags, huge_pages=True),
+        "plain": lambda: ours(f"{name}.py", *flags, "--variant", "plain", huge_pages=False),
+    }
+    peers = os.environ.get("PEERS_DIR")
+    if peers and name == "mlm":
+        script = [str(Path(peers) / "venv-flax/bin/python"), "bench_flax.py", "--task", "mlm"]
+        table["transformers-4-flax"] = lambda: run(
+            [*script, "--steps", str(steps), "--warmup", "2"], cwd=Path(peers), XLA_FLAGS=""
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--only", choices=["mlm", "load", "init"])
+    flags = parser.parse_args()
+    ours("load.py", "--variant", "make", huge_pages=False)
+    print("| benchmark | contender | seconds | ratio | peak memory, MB | temporary memory, MB |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, measure in (("mlm", "step_s"), ("load", "load_s"), ("init", "init_s")):
+        if flags.only not in (None, name):
+            continue
+        table = contenders(name, flags.steps)
+        results: dict[str, list[dict]] = {contender: [] for contender in table}
+        for _ in range(flags.rounds):
+            for contender, call in table.items():
+                results[contender].append(call())
+        base = statistics.median(row[measure] for row in results["distaff"])
+        for contender, rows in results.items():
+            seconds = statistics.median(row[measure] for row in rows)
+            peak = max(row["peak_rss_mb"] for row in rows)
+            temp = rows[0].get("temp_mb", "")
+            print(f"| {name} | {contender} | {seconds:.3f} | {base / seconds:.2f} | {peak:.0f} | {temp} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

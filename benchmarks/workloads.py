@@ -1,0 +1,80 @@
+"""Configs and data of the benchmarks, the same for us and for the peers: sizes, seeds and distributions."""
+
+import json
+import resource
+import statistics
+import sys
+import time
+
+import numpy as np
+
+# RoBERTa of 6 layers x 384, float32, dropout on; 16 rows of 128 tokens, 15 % of them masked.
+MLM = {
+    "num_hidden_layers": 6,
+    "hidden_size": 384,
+    "num_attention_heads": 6,
+    "intermediate_size": 1536,
+    "vocab_size": 50265,
+    "max_position_embeddings": 514,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "type_vocab_size": 1,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "layer_norm_eps": 1e-5,
+}
+# roberta-base: 124.7 million parameters, 498 MB.
+BASE = {**MLM, "num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
+ROWS, LENGTH, COUNT, LEARNING_RATE = 16, 128, 24, 1e-4
+
+
+def mlm_batches(count: int = 4, *, everywhere: bool = False) -> list[dict[str, np.ndarray]]:
+    """Batches with logits at `COUNT` masked positions a row, or at every position for the plain variant."""
+    rng = np.random.RandomState(0)
+    batches = []
+    for _ in range(count):
+        ids = rng.randint(5, MLM["vocab_size"] - 2, (ROWS, LENGTH)).astype(np.int32)
+        masked = rng.rand(ROWS, LENGTH) < 0.15
+        if not everywhere:
+            masked &= np.cumsum(masked, axis=1) <= COUNT
+        slots = LENGTH if everywhere else COUNT
+        positions = np.zeros((ROWS, slots), np.int32)
+        weights = np.zeros((ROWS, slots), np.float32)
+        for row in range(ROWS):
+            places = np.arange(LENGTH) if everywhere else np.flatnonzero(masked[row])
+            positions[row, : len(places)] = places
+            weights[row, : len(places)] = masked[row, places]
+        batches.append(
+            {
+                "input_ids": np.where(masked, MLM["vocab_size"] - 1, ids).astype(np.int32),
+                "attention_mask": np.ones((ROWS, LENGTH), np.int32),
+                "masked_positions": positions,
+                "masked_labels": np.take_along_axis(ids, positions, axis=1),
+                "masked_weights": weights,
+            }
+        )
+    return batches
+
+
+def peak_mb() -> float:
+    """The most memory that this process held, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def timed(function) -> float:
+    """Seconds that a call takes."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def emit(**values) -> None:
+    """Print the result as the last line, which `run.py` reads."""
+    print(json.dumps(values))
+    sys.stdout.flush()
+
+
+def median(seconds: list[float]) -> float:
+    """The median, rounded to 0.1 ms."""
+    return round(statistics.median(seconds), 4)

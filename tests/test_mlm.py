@@ -1,0 +1,483 @@
+"""The masked LM recipe, from files to a folder, through the command line."""
+
+import json
+import re
+import shutil
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import yaml
+from transformers import AutoTokenizer, BertConfig, RobertaConfig
+
+from distaff import FlaxBertForMaskedLM, FlaxRobertaForMaskedLM, pipeline
+from distaff.cli import main
+from distaff.core.mesh import batch_sharding, make_mesh, place, replicated
+from distaff.core.tree import flatten
+from distaff.data.batches import Batches
+from distaff.data.masking import MlmCollate, MlmMasking
+from distaff.data.text import load_texts, tokenize_lines
+from distaff.tasks.mlm import MlmFlags, mlm_loss
+from distaff.tasks.tokenizer import TokenizerFlags
+from distaff.tasks.tokenizer import run as train_tokenizer
+from distaff.train import (
+    OptimizerConfig,
+    create_state,
+    evaluate,
+    make_optimizer,
+    make_train_step,
+    place_rows,
+    read_params,
+)
+
+WORDS = "the cat sat on a mat while two dogs ran over green hills and saw red birds fly home at night".split()
+SHAPE = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=32,max_position_embeddings=34"
+
+
+def sentences(count: int, seed: int) -> list[str]:
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(WORDS, rng.integers(4, 12))) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Texts and a tokenizer of about a hundred tokens."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "train.txt").write_text("\n".join(sentences(120, 0)) + "\n")
+    (folder / "validation.txt").write_text("\n".join(sentences(30, 1)) + "\n")
+    train_tokenizer(
+        TokenizerFlags(train_file=str(folder / "train.txt"), vocab_size=320, output_dir=str(folder / "tokenizer"))
+    )
+    return folder
+
+
+def mlm(corpus, output, *flags, steps=10):
+    """Run `distaff train mlm` on the corpus and return the exit code. Eight devices: a row each."""
+    return main(
+        [
+            *("train", "mlm", "--output_dir", str(output), "--model_type", "roberta"),
+            *("--tokenizer_name", str(corpus / "tokenizer"), "--config_overrides", SHAPE),
+            *("--max_seq_length", "16", "--per_device_train_batch_size", "1", "--per_device_eval_batch_size", "1"),
+            *("--train_file", str(corpus / "train.txt"), "--validation_file", str(corpus / "validation.txt")),
+            *("--max_steps", str(steps), "--logging_steps", "2", "--learning_rate", "1e-3", "--report_to", "none"),
+            *map(str, flags),
+        ]
+    )
+
+
+def logged(folder, *, timings=("seconds", "second", "memory")):
+    """The rows of metrics.jsonl without what depends on the clock."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not any(word in name for word in timings)} for row in rows]
+
+
+# What a run leaves.
+
+
+def test_a_run_leaves_a_folder_that_opens(corpus, tmp_path, capsys):
+    assert mlm(corpus, tmp_path / "out", "--report_to", "tensorboard", "--save_steps", 4, "--save_total_limit", 2) == 0
+    folder = tmp_path / "out"
+    names = {path.name for path in folder.iterdir()}
+    assert names >= set(
+        "config.json model.safetensors tokenizer.json README.md recipe.yaml train_results.json eval_results.json "
+        "all_results.json metrics.jsonl runs checkpoints".split()
+    )
+    assert any((folder / "runs").rglob("events.out.tfevents*"))
+    assert sorted(int(path.name) for path in (folder / "checkpoints").iterdir()) == [8, 10]
+    results = json.loads((folder / "all_results.json").read_text())
+    assert results["train_steps"] == 10
+    assert results["eval_perplexity"] == pytest.approx(np.exp(results["eval_loss"]), rel=1e-6)
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    assert recipe["max_seq_length"] == 16
+    assert "hub_token" not in recipe
+    assert "distaff train mlm" not in (folder / "config.json").read_text()
+    assert AutoTokenizer.from_pretrained(folder).mask_token == "<mask>"
+    model = FlaxRobertaForMaskedLM.from_pretrained(folder)
+    assert model.loading_report.new == ()
+    saved = read_params(folder / "checkpoints" / "10", jax.eval_shape(lambda: model.params))
+    for path, leaf in flatten(saved).items():
+        np.testing.assert_array_equal(leaf, flatten(model.params)[path], err_msg=path)
+    text = capsys.readouterr()
+    assert "compilations: train_step 1, eval_step 1" in text.err + text.out
+    assert len(pipeline("fill-mask", str(folder))("the cat <mask> on a mat")) == 5
+
+
+def test_eval_command_repeats_the_runs_figures(corpus, tmp_path, capsys):
+    assert mlm(corpus, tmp_path / "out") == 0
+    wanted = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    for rows in (1, 3):
+        code = main(
+            [
+                *("eval", "mlm", "--model_name_or_path", str(tmp_path / "out"), "--max_seq_length", "16"),
+                *("--validation_file", str(corpus / "validation.txt"), "--per_device_eval_batch_size", str(rows)),
+                *("--output_dir", str(tmp_path / f"eval{rows}")),
+            ]
+        )
+        assert code == 0
+        found = json.loads((tmp_path / f"eval{rows}" / "eval_results.json").read_text())
+        assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], abs=1e-6)
+        assert found["eval_accuracy"] == pytest.approx(wanted["eval_accuracy"], abs=1e-6)
+    assert "eval_loss = " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--gradient_accumulation_steps", "2"),
+        ("--gradient_accumulation_steps", "2", "--adafactor"),
+        ("--streaming", "--num_eval_samples", "20", "--shuffle_buffer_size", "5"),
+        ("--line_by_line", "--pad_to_max_length", "False", "--whole_word_mask"),
+    ],
+    ids=["adamw", "adafactor", "streaming", "lines"],
+)
+def test_stop_and_resume_equals_an_uninterrupted_run(corpus, tmp_path, flags):
+    """With dropout; resumed twice (cases T68 and T101)."""
+    assert mlm(corpus, tmp_path / "whole", *flags, "--save_steps", 4, "--eval_steps", 4) == 0
+    parts = tmp_path / "parts"
+    shutil.copytree(tmp_path / "whole", parts)
+    # What a run that was killed after step 4 leaves behind.
+    for path in (parts / "checkpoints").iterdir():
+        if path.name != "4":
+            shutil.rmtree(path)
+    for name in ("model.safetensors", "all_results.json", "train_results.json", "eval_results.json"):
+        (parts / name).unlink()
+    assert mlm(corpus, parts, *flags, "--save_steps", 3, "--eval_steps", 4, "--resume_from_checkpoint") == 0
+    shutil.rmtree(parts / "checkpoints" / "10")
+    assert mlm(corpus, parts, *flags, "--save_steps", 3, "--eval_steps", 4, "--resume_from_checkpoint") == 0
+    whole = FlaxRobertaForMaskedLM.from_pretrained(tmp_path / "whole")
+    again = FlaxRobertaForMaskedLM.from_pretrained(parts)
+    for path, leaf in flatten(whole.params).items():
+        np.testing.assert_array_equal(leaf, flatten(again.params)[path], err_msg=path)
+    assert logged(parts) == logged(tmp_path / "whole")
+
+
+def test_earlier_run_is_neither_lost_nor_mixed(corpus, tmp_path, capsys):
+    assert mlm(corpus, tmp_path / "out", steps=2) == 0
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert mlm(corpus, tmp_path / "out", steps=2) == 2
+    assert "already holds a run: go on with --resume_from_checkpoint" in capsys.readouterr().err
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    assert mlm(corpus, tmp_path / "fresh", "--resume_from_checkpoint", steps=2) == 2
+    assert "no complete checkpoint" in capsys.readouterr().err
+    assert mlm(corpus, tmp_path / "out", "--overwrite_output_dir", "--seed", 7, steps=2) == 0
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() != before
+
+
+def test_a_checkpoint_is_trained_further(corpus, tmp_path):
+    assert mlm(corpus, tmp_path / "first", steps=30) == 0
+    code = main(
+        [
+            *("train", "mlm", "--output_dir", str(tmp_path / "second")),
+            *("--model_name_or_path", str(tmp_path / "first"), "--max_seq_length", "16", "--max_steps", "1"),
+            *("--train_file", str(corpus / "train.txt"), "--validation_file", str(corpus / "validation.txt")),
+            *("--learning_rate", "0", "--report_to", "none"),
+        ]
+    )
+    assert code == 0
+    first, second = (json.loads((tmp_path / name / "eval_results.json").read_text()) for name in ("first", "second"))
+    assert second["eval_loss"] == pytest.approx(first["eval_loss"], abs=1e-5)
+
+
+def test_recipe_file_and_flags_that_win(corpus, tmp_path, capsys):
+    assert mlm(corpus, tmp_path / "out", steps=2) == 0
+    again = tmp_path / "again.yaml"
+    again.write_text((tmp_path / "out" / "recipe.yaml").read_text())
+    assert main(["train", "mlm", str(again), "--output_dir", str(tmp_path / "two"), "--max_steps", "3"]) == 0
+    assert json.loads((tmp_path / "two" / "train_results.json").read_text())["train_steps"] == 3
+    again.write_text("learning_rat: 3\n")
+    assert main(["train", "mlm", str(again)]) == 2
+    assert "did you mean --learning_rate?" in capsys.readouterr().err
+
+
+def test_whole_run_learns(corpus, tmp_path):
+    """Words in random order: the loss must fall from that of all tokens to that of the twenty words."""
+    assert mlm(corpus, tmp_path / "out", "--learning_rate", "1e-2", "--per_device_train_batch_size", 4, steps=200) == 0
+    loss = json.loads((tmp_path / "out" / "eval_results.json").read_text())["eval_loss"]
+    assert np.log(len(WORDS)) * 0.8 < loss < np.log(len(WORDS)) + 0.5
+
+
+# The step.
+
+
+def step_batches(corpus, rows: int, **collate):
+    tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
+    masking = MlmMasking.from_tokenizer(tokenizer, max_length=16)
+    dataset = tokenize_lines(load_texts(files=str(corpus / "train.txt")), tokenizer=tokenizer, max_length=16)
+    collation = MlmCollate.from_tokenizer(tokenizer, masking=masking, seed=0)
+    return Batches(dataset, collate=collation, batch_size=rows, max_length=16, **collate)
+
+
+def tiny_model(**changes):
+    config = RobertaConfig(
+        vocab_size=320,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=34,
+        type_vocab_size=1,
+        **changes,
+    )
+    return FlaxRobertaForMaskedLM(config)
+
+
+def one_update(model, batch, *, devices: int, accumulation: int):
+    """The parameters after a step, and its loss."""
+    tx, _ = make_optimizer(OptimizerConfig(learning_rate=1e-2), total_steps=10, decay_mask=model.decay_mask())
+    mesh = make_mesh(devices=jax.devices()[:devices])
+    state = create_state(model.params, tx, mesh=mesh)
+    step = make_train_step(partial(mlm_loss, model.module), tx, state=state, accumulation=accumulation)
+    state, metrics = step(state, place_rows(batch, mesh, accumulation=accumulation))
+    total, weight = metrics.sums["loss"]
+    return flatten(jax.device_get(state.params)), float(total) / float(weight)
+
+
+def test_accumulation_and_devices_do_not_change_the_update(corpus):
+    """Rows have unequal numbers of labels (case T63); no dropout, so that micro-batches are comparable."""
+    model = tiny_model(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    batch = step_batches(corpus, 8)(0)
+    counts = batch["masked_weights"].sum(axis=1)
+    assert len(set(counts.tolist())) > 1
+    wanted, loss = one_update(model, batch, devices=1, accumulation=1)
+    found, accumulated = one_update(model, batch, devices=1, accumulation=4)
+    assert accumulated == pytest.approx(loss, abs=1e-6)
+    # Adam divides by the gradient's size: what is compared to 1e-6 is the gradient, seen through its first moment.
+    for path, leaf in wanted.items():
+        np.testing.assert_allclose(found[path], leaf, atol=1e-5, err_msg=path)
+    for devices in (2, 4, 8):
+        found, on_devices = one_update(model, batch, devices=devices, accumulation=1)
+        assert on_devices == pytest.approx(loss, abs=1e-5)
+        for path, leaf in wanted.items():
+            np.testing.assert_allclose(found[path], leaf, atol=1e-5, err_msg=path)
+
+
+def test_dropout_does_not_depend_on_the_device_count(corpus):
+    """Case T65: masks belong to row, step and purpose, not to a device."""
+    model = tiny_model(hidden_dropout_prob=0.5)
+    batch = step_batches(corpus, 8)(0)
+    _, one = one_update(model, batch, devices=1, accumulation=1)
+    _, eight = one_update(model, batch, devices=8, accumulation=1)
+    assert one == pytest.approx(eight, abs=1e-5)
+    same = {name: np.repeat(rows[:1], 8, axis=0) for name, rows in batch.items()}
+    rng = jax.random.key(0)
+    hidden = model.module.apply(
+        {"params": model.params}, same["input_ids"], same["attention_mask"], deterministic=False, rngs={"dropout": rng}
+    ).logits
+    assert len({float(row.sum()) for row in hidden}) == 8
+
+
+def test_loss_is_that_of_full_logits(corpus):
+    """Logits at masked positions alone give the loss and the gradients of logits everywhere."""
+    model = tiny_model(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    batch = step_batches(corpus, 8)(0)
+    labels = np.full(batch["input_ids"].shape, -100)
+    for row in range(8):
+        for position, label, weight in zip(*(batch[f"masked_{n}"][row] for n in ("positions", "labels", "weights"))):
+            if weight:
+                labels[row, position] = label
+    assert (labels >= 0).sum() == batch["masked_weights"].sum()
+
+    def full(params):
+        logits = model(batch["input_ids"], batch["attention_mask"], params=params).logits
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, np.maximum(labels, 0))
+        return jnp.sum(losses * (labels >= 0))
+
+    def masked(params):
+        return mlm_loss(model.module, params, batch, None)["loss"][0]
+
+    wanted, found = jax.value_and_grad(full)(model.params), jax.value_and_grad(masked)(model.params)
+    assert float(found[0]) == pytest.approx(float(wanted[0]), rel=1e-6)
+    for path, leaf in flatten(wanted[1]).items():
+        np.testing.assert_allclose(flatten(found[1])[path], leaf, atol=2e-5, err_msg=path)
+
+
+def test_step_never_holds_all_logits():
+    """Temporary memory of the peers' step (RoBERTa 6 x 384, 16 x 128, vocabulary 50,265), a fact of the program."""
+    config = RobertaConfig(
+        vocab_size=50265,
+        hidden_size=384,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        intermediate_size=1536,
+        max_position_embeddings=514,
+        type_vocab_size=1,
+    )
+    model = FlaxRobertaForMaskedLM(config, _do_init=False)
+    tx, _ = make_optimizer(OptimizerConfig(learning_rate=1e-4), total_steps=10)
+    batch, length, count = 16, 128, 24
+    rows = {
+        "input_ids": jax.ShapeDtypeStruct((batch, length), jnp.int32),
+        "attention_mask": jax.ShapeDtypeStruct((batch, length), jnp.int32),
+        "masked_positions": jax.ShapeDtypeStruct((batch, count), jnp.int32),
+        "masked_labels": jax.ShapeDtypeStruct((batch, count), jnp.int32),
+        "masked_weights": jax.ShapeDtypeStruct((batch, count), jnp.float32),
+    }
+    from distaff.train import TrainState
+
+    def abstract(params):
+        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), jax.random.key(0))
+
+    state = jax.eval_shape(abstract, model.params_shape_tree)
+    compiled = make_train_step(partial(mlm_loss, model.module), tx).lower(state, rows).compile()
+    memory = compiled.memory_analysis()
+    all_logits = batch * length * config.vocab_size * 4
+    # Logits at masked positions are 77 MB; activations of six layers with dropout make up the rest.
+    assert memory.temp_size_in_bytes < 1.5 * all_logits
+    # The state is donated: parameters and both moments are updated in place.
+    assert memory.alias_size_in_bytes > 3 * 4 * model.num_params() * 0.99
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_evaluation_does_not_depend_on_the_batch(corpus, rows):
+    """Case T56: the last batch is padded and weighted zero."""
+    model = tiny_model()
+    loss_fn = partial(mlm_loss, model.module)
+    values = []
+    for size in (8, rows):
+        batches = step_batches(corpus, size, shuffle=False)
+        values.append(evaluate(loss_fn, params=model.params, batches=batches, steps=batches.steps_per_epoch))
+    assert values[1]["loss"] == pytest.approx(values[0]["loss"], abs=1e-6)
+    assert values[1]["accuracy"] == pytest.approx(values[0]["accuracy"], abs=1e-6)
+
+
+def test_a_padded_row_does_not_change_the_loss(corpus):
+    """Case T18: a row without weight may hold anything."""
+    model = tiny_model()
+    batch = step_batches(corpus, 4, shuffle=False)(0)
+    wanted = mlm_loss(model.module, model.params, batch, None)["loss"]
+    pad = {name: np.concatenate([rows, np.zeros_like(rows[:1])]) for name, rows in batch.items()}
+    pad["input_ids"][-1] = 1
+    found = mlm_loss(model.module, model.params, pad, None)["loss"]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_transfers_during_steps_are_explicit(corpus):
+    model = tiny_model()
+    tx, schedule = make_optimizer(OptimizerConfig(learning_rate=1e-2), total_steps=10)
+    mesh = make_mesh()
+    state = create_state(model.params, tx, mesh=mesh)
+    step = make_train_step(partial(mlm_loss, model.module), tx, state=state, schedule=schedule)
+    batch = place(step_batches(corpus, 8)(0), batch_sharding(mesh))
+    with jax.transfer_guard("disallow"):
+        for _ in range(2):
+            state, metrics = step(state, batch)
+    assert np.isfinite(jax.device_get(metrics.sums["loss"][0]))
+    assert state.step.sharding == replicated(mesh)
+
+
+# What is refused: one sentence, exit code 2 for usage and 1 for what is on disk, and nothing lost.
+
+
+def one_line(capsys) -> str:
+    """The error that was printed, which is one line without a traceback."""
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    lines = [line for line in error.splitlines() if line.startswith("distaff: ")]
+    assert len(lines) == 1, error
+    assert re.search(r"[.?]$", lines[0]), lines[0]
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "code", "words"),
+    [
+        (None, "missing.txt", 1, "There is no file"),
+        ("", "empty.txt", 1, "is empty"),
+        ("\n  \n\t\n", "blank.txt", 1, "has no text: 3 blank rows"),
+        ("the cat sat\n", "short.txt", 1, "less than one block of 16"),
+        ('{"text": "a"}\n{"text": "b"}\n{"text": \n', "broken.jsonl", 1, "line 3"),
+        ("title,body\n1,2\n", "columns.csv", 2, "has no column 'text'"),
+        ("a\n", "letter.doc", 2, "none of"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "." in value and " " not in value else "",
+)
+def test_bad_files_are_one_sentence(corpus, tmp_path, capsys, content, name, code, words):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    flags = ("--text_column", "text") if name == "columns.csv" else ()
+    found = mlm(corpus, tmp_path / "out", "--train_file", tmp_path / name, *flags)
+    assert words in one_line(capsys)
+    assert found in (1, code)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--warmup_steps", "11"), "warmup_steps 11"),
+        (("--learning_rat", "1"), "did you mean --learning_rate?"),
+        (("--per_device_train_batch_size", "0"), "--per_device_train_batch_size is 0"),
+        (("--per_device_train_batch_size", "-4"), "--per_device_train_batch_size is -4"),
+        (("--per_device_train_batch_size", "many"), "invalid int value: 'many'"),
+        (("--mlm_probability", "1.5"), "1.5"),
+        (("--max_seq_length", "500"), "more than the 32 positions"),
+        (("--dtype", "float8"), "'float8' is not a dtype"),
+        (("--lr_scheduler_type", "cosinus"), "cosinus"),
+        (("--config_overrides", "hidden_sice=16"), "hidden_sice"),
+        (("--model_type", "bertt"), "bertt"),
+        (("--max_train_samples", "0"), "max_train_samples is 0"),
+        (("--streaming", "--line_by_line"), "leave --line_by_line out"),
+    ],
+    ids=lambda value: value[0].strip("-") if isinstance(value, tuple) else "",
+)
+def test_bad_flags_are_one_sentence(corpus, tmp_path, capsys, flags, words):
+    assert mlm(corpus, tmp_path / "out", *flags) == 2
+    assert words in one_line(capsys)
+
+
+def test_a_directory_as_file_is_refused(corpus, tmp_path, capsys):
+    assert mlm(corpus, tmp_path / "out", "--train_file", tmp_path) == 1
+    assert "is a folder, not a file" in one_line(capsys)
+
+
+def test_an_output_that_cannot_be_written_is_refused(corpus, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert mlm(corpus, tmp_path / "file" / "out") == 1
+    assert "cannot be written" in one_line(capsys)
+    assert mlm(corpus, tmp_path / "file") == 2
+    assert "is a file" in one_line(capsys)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_tokenizer_larger_than_the_model_stops_before_step_one(corpus, tmp_path, capsys):
+    """Case T19."""
+    assert mlm(corpus, tmp_path / "out", "--config_overrides", f"{SHAPE},vocab_size=100") == 2
+    assert "The tokenizer has" in one_line(capsys)
+
+
+def test_a_checkpoint_of_other_shapes_is_refused(corpus, tmp_path, capsys):
+    FlaxBertForMaskedLM(
+        BertConfig(vocab_size=400, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    ).save_pretrained(tmp_path / "bert")
+    config = json.loads((tmp_path / "bert" / "config.json").read_text())
+    (tmp_path / "bert" / "config.json").write_text(json.dumps({**config, "hidden_size": 32}))
+    flags = ("--model_name_or_path", tmp_path / "bert", "--config_overrides", "num_hidden_layers=1")
+    assert mlm(corpus, tmp_path / "out", *flags) == 1
+    assert "of another shape" in one_line(capsys)
+
+
+def test_flags_are_dataclass_fields_with_help():
+    from dataclasses import fields
+
+    for field in fields(MlmFlags):
+        assert field.metadata.get("help"), field.name
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for command in (
+        "train mlm",
+        "eval mlm",
+        "predict fill-mask",
+        "tokenizer train",
+        "config create",
+        "push",
+        "quickstart",
+    ):
+        assert command in text
+    assert main(["trane", "mlm"]) == 2
+    assert "did you mean 'distaff train mlm'" in capsys.readouterr().err
