@@ -11,6 +11,8 @@ from pathlib import Path
 import jax
 import pytest
 
+pytest.register_assert_rewrite("battery")
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / "build" / "jax-cache"))

@@ -127,7 +127,9 @@ def test_params_can_be_assigned_and_misfits_are_listed():
     model = FlaxBertModel(tiny_bert())
     other = FlaxBertModel(tiny_bert(), seed=1)
     model.params = other.params
-    np.testing.assert_array_equal(flatten(model.params)["pooler/dense/kernel"], flatten(other.params)["pooler/dense/kernel"])
+    np.testing.assert_array_equal(
+        flatten(model.params)["pooler/dense/kernel"], flatten(other.params)["pooler/dense/kernel"]
+    )
     broken = {**other.params, "stranger": jnp.zeros(3)}
     del broken["pooler"]
     broken["embeddings"] = {**broken["embeddings"], "norm": {"scale": jnp.ones(31), "bias": jnp.ones(32)}}
@@ -144,7 +146,9 @@ def test_casts_leave_masked_leaves_and_integers_alone():
     assert cast["pooler/dense/kernel"].dtype == jnp.bfloat16
     assert cast["pooler/dense/bias"].dtype == jnp.float32
     assert {leaf.dtype for leaf in flatten(model.to_fp16(model.params)).values()} == {jnp.dtype(jnp.float16)}
-    assert {leaf.dtype for leaf in flatten(model.to_fp32(model.to_bf16(model.params))).values()} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in flatten(model.to_fp32(model.to_bf16(model.params))).values()} == {
+        jnp.dtype("float32")
+    }
     assert model.to_bf16({"step": jnp.zeros((), jnp.int32)})["step"].dtype == jnp.int32
 
 
@@ -238,8 +242,14 @@ def test_nnx_users_can_wrap_the_module():
     wrapped = nnx.bridge.ToNNX(model.module, rngs=nnx.Rngs(0))
     nnx.bridge.lazy_init(wrapped, ids)
     state = nnx.state(wrapped, nnx.Param)
-    nnx.update(wrapped, nnx.State(nnx.traversals.unflatten_mapping(
-        {path: nnx.Param(value) for path, value in nnx.traversals.flatten_mapping(model.params).items()})))
+    nnx.update(
+        wrapped,
+        nnx.State(
+            nnx.traversals.unflatten_mapping(
+                {path: nnx.Param(value) for path, value in nnx.traversals.flatten_mapping(model.params).items()}
+            )
+        ),
+    )
     assert len(jax.tree.leaves(state)) == len(jax.tree.leaves(model.params))
     np.testing.assert_allclose(wrapped(ids).last_hidden_state, model(ids).last_hidden_state, atol=1e-6)
 

@@ -154,8 +154,12 @@ def set_up_process() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
     logging.getLogger("distaff").setLevel(logging.INFO)
+    # Orbax warns there of every folder that is not its own.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     import jax
 
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "distaff" / "xla"

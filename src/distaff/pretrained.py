@@ -436,7 +436,11 @@ def unstacked_shapes(flat: dict[str, Any], scanned: dict[str, Leaf]) -> dict[str
 
 def _jitted_apply(module: nn.Module):
     """Return the module's application, jitted. It holds the module alone: a model that is dropped is freed at once."""
-    takes_deterministic = "deterministic" in inspect.signature(type(module).__call__).parameters
+    parameters = inspect.signature(type(module).__call__).parameters
+    # A head passes what it does not name on to its base.
+    takes_deterministic = "deterministic" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
     def apply(params, arrays, dropout_rng, *, train, options):
         settings = {**dict(options), **({"deterministic": not train} if takes_deterministic else {})}

@@ -34,7 +34,7 @@ class Row:
 
     `key` is the name in PyTorch files, `path` the '/'-path in our tree, `axes` the logical axes of our array, `kind`
     the transformation between the two. `aliases` are other names under which the tensor may stand in a file, looked
-    for in order after `key`; those in `copies` are written too. `std` is the standard deviation of random weights,
+    for in order before `key`; those in `copies` are written too. `std` is the standard deviation of random weights,
     None for the config's `initializer_range`. `required` parameters are never newly made for a checkpoint.
     """
 
@@ -54,14 +54,14 @@ class Row:
         return _flax_key(self.key, self.kind)
 
     def names(self, file_format: str) -> tuple[str, ...]:
-        """The names to look for in a file of that format, the usual one first."""
+        """The names to look for in a file of that format, in their order."""
         if file_format == "msgpack":
-            return (self.flax_key, *(_flax_key(alias, self.kind) for alias in self.aliases))
+            return (*(_flax_key(alias, self.kind) for alias in self.aliases), self.flax_key)
         legacy: tuple[str, ...] = ()
         if "norm" in self.key.lower() and self.key.endswith((".weight", ".bias")):
             stem, _, leaf = self.key.rpartition(".")
             legacy = (f"{stem}.{_LEGACY_NORM[leaf]}",)
-        return (self.key, *self.aliases, *legacy)
+        return (*self.aliases, self.key, *legacy)
 
     def layer(self, index: int) -> "Row":
         """The row of layer `index`."""

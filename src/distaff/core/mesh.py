@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from distaff.core.errors import UsageError
-from distaff.core.tree import Tree, map_with_path
+from distaff.core.tree import Tree
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -59,24 +59,6 @@ def param_sharding(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None])
         divides = mesh_axis is not None and size % mesh.shape[mesh_axis] == 0 and mesh_axis not in spec
         spec.append(mesh_axis if divides else None)
     return NamedSharding(mesh, PartitionSpec(*spec))
-
-
-def shardings_like(tree: Tree, by_path: dict[str, NamedSharding], default: NamedSharding) -> Tree:
-    """Return shardings for `tree`: that of the parameter whose path a leaf's path ends with, else `default`.
-
-    So one table serves the parameters and every optimizer state that holds copies of them. A leaf of another rank
-    than its parameter's specification (Adafactor's factored moments) gets `default`.
-    """
-
-    def choose(path: str, leaf):
-        parts = path.split("/")
-        for start in range(len(parts)):
-            sharding = by_path.get("/".join(parts[start:]))
-            if sharding is not None and len(sharding.spec) == len(leaf.shape):
-                return sharding
-        return default
-
-    return map_with_path(choose, tree)
 
 
 def place(batch: Tree, sharding: NamedSharding) -> Tree:

@@ -95,6 +95,7 @@ class FlaxTextModel(FlaxPreTrainedModel):
     #: Look at concrete ids before they reach the device; False saves the copy to the host.
     check_inputs: bool = True
     accepts_masked_positions: ClassVar[bool] = False
+    input_rank: ClassVar[int] = 2
 
     def __call__(  # type: ignore[override]
         self,
@@ -119,7 +120,10 @@ class FlaxTextModel(FlaxPreTrainedModel):
         Raises `DataError` for ids that their tables do not have.
         """
         if self.check_inputs:
+            self.check_shapes(input_ids, attention_mask, token_type_ids, position_ids)
             self.check_ids(input_ids, token_type_ids, position_ids)
+            if masked_positions is not None:
+                check_ids("masked_positions", masked_positions, np.shape(input_ids)[-1], "the length of the rows")
         inputs = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
@@ -144,6 +148,20 @@ class FlaxTextModel(FlaxPreTrainedModel):
     def longest_input(self) -> int:
         """The greatest length of a row, in tokens."""
         return self.config.max_position_embeddings
+
+    def check_shapes(self, input_ids, *others) -> None:
+        """Raise `DataError` unless `input_ids` has a shape that the head takes and the other inputs have the same."""
+        shape = np.shape(input_ids)
+        if len(shape) != self.input_rank:
+            wanted = "[batch, length]" if self.input_rank == 2 else "[batch, choices, length]"
+            raise DataError(
+                f"input_ids is {list(shape)} and must be {wanted}: add the missing axes, as in input_ids[None]."
+            )
+        for name, other in zip(("attention_mask", "token_type_ids", "position_ids"), others, strict=True):
+            if other is not None and np.shape(other) != shape:
+                raise DataError(
+                    f"{name} is {list(np.shape(other))} and input_ids {list(shape)}: give both the same shape."
+                )
 
     def check_ids(self, input_ids, token_type_ids=None, position_ids=None) -> None:
         """Raise `DataError` for ids that the model's tables do not have."""

@@ -319,11 +319,14 @@ class FlaxBertForMultipleChoice(FlaxBertPreTrainedModel):
     """Choice among several continuations; inputs are `[batch, choices, length]`."""
 
     module_class = BertForMultipleChoiceModule
+    input_rank = 3
     head_rows = staticmethod(lambda config: new_linear("classifier"))
 
     def dummy_inputs(self, input_shape: tuple[int, ...]) -> dict[str, jax.Array]:
         """Inputs `[batch, choices, length]`."""
-        return super().dummy_inputs(input_shape if len(input_shape) == 3 else (input_shape[0], 1, input_shape[1]))
+        # Named, not super(): RoBERTa's class borrows this method.
+        shape = input_shape if len(input_shape) == 3 else (input_shape[0], 1, input_shape[1])
+        return FlaxTextModel.dummy_inputs(self, shape)
 
 
 class FlaxBertForTokenClassification(FlaxBertPreTrainedModel):

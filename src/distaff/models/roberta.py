@@ -155,6 +155,7 @@ class FlaxRobertaForMultipleChoice(FlaxRobertaPreTrainedModel):
     """Choice among several continuations; inputs are `[batch, choices, length]`."""
 
     module_class = RobertaForMultipleChoiceModule
+    input_rank = 3
     head_rows = staticmethod(lambda config: new_linear("classifier"))
     dummy_inputs = FlaxBertForMultipleChoice.dummy_inputs
 

@@ -197,6 +197,16 @@ def results_folder(name: str) -> Path:
     return folder
 
 
+def read_results(folder: Path) -> dict[str, Any]:
+    """Return the results that an earlier run wrote, or those of the last log where it was killed before it did."""
+    everything = folder / "all_results.json"
+    if everything.exists():
+        return json.loads(everything.read_text())
+    log = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return {name: value for row in rows for name, value in row.items() if name not in ("step", "epoch")}
+
+
 def write_results(folder: Path, name: str, values: dict[str, Any]) -> None:
     """Write `<name>_results.json`, and add the values to `all_results.json`."""
     everything = folder / "all_results.json"

@@ -231,10 +231,14 @@ def train(flags: MlmFlags) -> int:
     if result.interrupted:
         logger.warning("Stopped at step %d; go on with --resume_from_checkpoint.", result.step)
         return 128 + result.interrupted
+    if not result.metrics:
+        # Resumed at its last step: nothing was trained, and what was measured then stands in the folder.
+        logger.info("All %d steps were done before; the model is written again.", result.step)
+    metrics = result.metrics or recipe.read_results(folder)
     if jax.process_index() == 0:
-        evaluated = {name: value for name, value in result.metrics.items() if name.startswith("eval_")}
-        trained = {name: value for name, value in result.metrics.items() if not name.startswith("eval_")}
-        recipe.write_results(folder, "train", {"train_steps": result.step, **trained})
+        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+        trained = {name: value for name, value in metrics.items() if not name.startswith("eval_")}
+        recipe.write_results(folder, "train", {**trained, "train_steps": result.step})
         recipe.write_results(folder, "eval", evaluated)
         recipe.finish(
             folder,

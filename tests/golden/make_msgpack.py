@@ -1,0 +1,54 @@
+"""Make real `flax_model.msgpack` folders with the Flax classes of Transformers 4 from golden cases.
+
+    python tests/golden/make_msgpack.py    # writes msgpack/FAMILY-CASE/{config.json,flax_model.msgpack}
+
+Run it where transformers 4.57, flax 0.12.6 and jax 0.9.2 are installed, the last that run those classes whole. The
+answers to compare with are those of the golden case that the weights come from.
+"""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import cases as golden
+import jax.numpy as jnp
+import numpy as np
+import transformers
+
+MADE = {"bert": ("tiny_masked_lm", "tiny_pretraining"), "roberta": ("tiny_masked_lm", "tiny_classification")}
+# Also stored with every parameter in bfloat16, as `to_bf16` and `save_pretrained` left it.
+IN_BFLOAT16 = "bert-tiny_masked_lm"
+
+
+def make(case: golden.Case) -> None:
+    target = golden.GOLDEN / "msgpack" / case.id
+    with tempfile.TemporaryDirectory() as folder:
+        golden.write(case, Path(folder))
+        model = getattr(transformers, f"Flax{case.class_name}").from_pretrained(folder, from_pt=True)
+    run = case.runs["mixed"]
+    answers = model(**{name: jnp.asarray(value) for name, value in run.inputs.items()})
+    for name, expected in run.outputs.items():
+        # Rows end in real tokens or in padding, and old Flax masks with another constant: real tokens are compared.
+        found, mask = np.asarray(answers[name]), run.inputs["attention_mask"].astype(bool)
+        difference = np.abs(found - expected)
+        worst = difference[mask].max() if difference.shape[:2] == mask.shape else difference.max()
+        print(f"{case.id} {name} {worst:.1e}")
+    save(model, target)
+    if case.id == IN_BFLOAT16:
+        model.params = model.to_bf16(model.params)
+        save(model, target.with_name(f"{case.id}-bfloat16"))
+
+
+def save(model, target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    model.save_pretrained(target)
+    for extra in target.iterdir():
+        if extra.name not in ("config.json", "flax_model.msgpack"):
+            extra.unlink()
+
+
+if __name__ == "__main__":
+    for family, names in MADE.items():
+        stored = golden.read(family)
+        for name in names:
+            make(stored[name])

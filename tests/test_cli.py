@@ -1,0 +1,145 @@
+"""The command line itself: process set-up, config files, publishing, the quickstart."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, RobertaConfig
+
+from distaff import FlaxRobertaForMaskedLM
+from distaff.cli import main
+from distaff.quickstart import masked_sentences, paragraphs, unigram_entropy
+from hub_server import HubServer
+
+DISTAFF = Path(sys.executable).parent / "distaff"
+
+
+def distaff(*words, **environment):
+    """Run the installed command in a process of its own."""
+    env = {**os.environ, **environment}
+    return subprocess.run([DISTAFF, *map(str, words)], capture_output=True, text=True, env=env, check=False)
+
+
+def test_help_loads_no_framework():
+    code = "import sys; from distaff.cli import main; main(['--help']); print([n for n in ('jax', 'transformers') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_process_is_started_again_once_with_huge_pages(tmp_path):
+    done = distaff("config", "create", "--model_type", "bert", "--output_dir", tmp_path / "bert")
+    assert done.returncode == 0
+    assert done.stderr.count("started again with huge pages") == 1
+    done = distaff("config", "create", "--model_type", "bert", "--output_dir", tmp_path / "bert", "--no_hugepages")
+    assert done.returncode == 0
+    assert "huge pages" not in done.stderr
+
+
+def test_config_create(tmp_path, capsys):
+    words = ["config", "create", "--model_type", "roberta", "--output_dir", str(tmp_path / "a")]
+    assert main([*words, "--config_overrides", "hidden_size=64,num_hidden_layers=2,layer_norm_eps=1e-5"]) == 0
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert (config["hidden_size"], config["num_hidden_layers"], config["layer_norm_eps"]) == (64, 2, 1e-5)
+    words = ["config", "create", "--config_name", str(tmp_path / "a"), "--output_dir", str(tmp_path / "b")]
+    assert main([*words, "--config_overrides", "hidden_size=128"]) == 0
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert (config["hidden_size"], config["num_hidden_layers"]) == (128, 2)
+    capsys.readouterr()
+    assert main([*words, "--config_overrides", "hidden_size=130"]) == 2
+    assert "hidden_size=130 does not divide" in capsys.readouterr().err
+    assert main(["config", "create", "--output_dir", str(tmp_path / "c")]) == 2
+    assert main(["config", "create", "--model_type", "robberta", "--output_dir", str(tmp_path / "c")]) == 2
+    assert not (tmp_path / "c").exists()
+
+
+def tiny_folder(folder: Path) -> Path:
+    """A model and a tokenizer worth publishing."""
+    (folder / "a.txt").write_text("one two three four\n" * 20)
+    words = ["--train_file", str(folder / "a.txt"), "--vocab_size", "280", "--output_dir", str(folder / "tiny")]
+    assert main(["tokenizer", "train", *words]) == 0
+    config = RobertaConfig(
+        vocab_size=280,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=34,
+        type_vocab_size=1,
+    )
+    FlaxRobertaForMaskedLM(config).save_pretrained(folder / "tiny")
+    return folder / "tiny"
+
+
+def test_training_publishes_what_another_machine_downloads(tmp_path):
+    """The real client against the conformance server: train, push, push again by command, download and use."""
+    folder = tiny_folder(tmp_path)
+    with HubServer() as server:
+        env = server.env(tmp_path / "home")
+        done = distaff(
+            *("train", "mlm", "--model_name_or_path", folder, "--output_dir", tmp_path / "out"),
+            *("--train_file", tmp_path / "a.txt", "--max_seq_length", "16", "--max_steps", "2", "--push_to_hub"),
+            *("--per_device_train_batch_size", "2", "--hub_model_id", "tester/tiny"),
+            **env,
+        )
+        assert done.returncode == 0, done.stderr
+        files = set(server.repos["tester/tiny"].files())
+        assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "recipe.yaml"} <= files
+        assert any(name.startswith("runs/") for name in files)
+        assert not any(name.startswith("checkpoints/") for name in files)
+        assert "hf_test" not in (tmp_path / "out" / "README.md").read_text()
+        done = distaff("push", tmp_path / "out", "tester/again", **env)
+        assert done.returncode == 0, done.stderr
+        assert "tester/again" in done.stdout
+        elsewhere = server.env(tmp_path / "other-home")
+        done = distaff("predict", "fill-mask", "tester/tiny", "one <mask> three", **elsewhere)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("one <mask> three")
+
+
+def test_publishing_without_a_token_leaves_the_run_whole(tmp_path):
+    folder = tiny_folder(tmp_path)
+    with HubServer() as server:
+        env = {**server.env(tmp_path / "home"), "HF_TOKEN": ""}
+        done = distaff(
+            *("train", "mlm", "--model_name_or_path", folder, "--output_dir", tmp_path / "out"),
+            *("--train_file", tmp_path / "a.txt", "--max_seq_length", "16", "--max_steps", "1", "--push_to_hub"),
+            *("--per_device_train_batch_size", "2", "--hub_model_id", "tester/tiny"),
+            **env,
+        )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    last = done.stderr.strip().splitlines()[-1]
+    assert f"distaff push {tmp_path / 'out'} tester/tiny" in last
+
+
+def test_quickstart_runs_whole_and_again(tmp_path):
+    done = distaff("quickstart", "--output_dir", tmp_path / "quick", "--max_steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert "unigram entropy" in done.stdout
+    assert done.stdout.count("was: ") == 5
+    assert "compilations: train_step 1, eval_step 1" in done.stderr
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "quick")) == 4_000
+    again = distaff("quickstart", "--output_dir", tmp_path / "quick")
+    assert again.returncode == 0
+    assert "checkpoints of the steps 3" in again.stdout
+    assert "--resume_from_checkpoint" in again.stdout
+    assert "--overwrite_output_dir" in again.stdout
+
+
+def test_unigram_entropy_by_hand():
+    assert unigram_entropy([[1, 1], [2, 2]]) == pytest.approx(0.6931472)
+    assert unigram_entropy([[5, 5, 5]]) == 0.0
+
+
+def test_paragraphs_join_lines_and_drop_rules():
+    assert paragraphs("Title\n*****\n\nOne line\nand its   rest.\n\n   \n====\n") == ["Title", "One line and its rest."]
+
+
+def test_masked_sentences_hold_the_mask(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder(tmp_path))
+    found = masked_sentences(["Zero one two three two two three four one two three four."], tokenizer, count=5)
+    assert found == [("Zero one two three two <mask> three four one two three four.", "two")] or len(found) == 1
+    assert all(sentence.count("<mask>") == 1 for sentence, _ in found)
