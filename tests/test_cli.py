@@ -19,7 +19,7 @@ DISTAFF = Path(sys.executable).parent / "distaff"
 
 def distaff(*words, **environment):
     """Run the installed command in a process of its own."""
-    env = {**os.environ, **environment}
+    env = {**os.environ, "HF_HUB_OFFLINE": "0", **environment}
     return subprocess.run([DISTAFF, *map(str, words)], capture_output=True, text=True, env=env, check=False)
 
 
@@ -40,7 +40,16 @@ def test_process_is_started_again_once_with_huge_pages(tmp_path):
 
 def test_config_create(tmp_path, capsys):
     words = ["config", "create", "--model_type", "roberta", "--output_dir", str(tmp_path / "a")]
-    assert main([*words, "--config_overrides", "hidden_size=64,num_hidden_layers=2,layer_norm_eps=1e-5"]) == 0
+    assert (
+        main(
+            [
+                *words,
+                "--config_overrides",
+                "hidden_size=64,num_attention_heads=4,num_hidden_layers=2,layer_norm_eps=1e-5",
+            ]
+        )
+        == 0
+    )
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     assert (config["hidden_size"], config["num_hidden_layers"], config["layer_norm_eps"]) == (64, 2, 1e-5)
     words = ["config", "create", "--config_name", str(tmp_path / "a"), "--output_dir", str(tmp_path / "b")]
@@ -80,11 +89,22 @@ def test_training_publishes_what_another_machine_downloads(tmp_path):
         env = server.env(tmp_path / "home")
         done = distaff(
             *("train", "mlm", "--model_name_or_path", folder, "--output_dir", tmp_path / "out"),
-            *("--train_file", tmp_path / "a.txt", "--max_seq_length", "16", "--max_steps", "2", "--push_to_hub"),
+            *(
+                "--train_file",
+                tmp_path / "a.txt",
+                "--validation_file",
+                tmp_path / "a.txt",
+                "--max_seq_length",
+                "16",
+                "--max_steps",
+                "2",
+                "--push_to_hub",
+            ),
             *("--per_device_train_batch_size", "2", "--hub_model_id", "tester/tiny"),
             **env,
         )
         assert done.returncode == 0, done.stderr
+        assert "tester/tiny" in server.repos, done.stderr
         files = set(server.repos["tester/tiny"].files())
         assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "recipe.yaml"} <= files
         assert any(name.startswith("runs/") for name in files)
@@ -105,7 +125,17 @@ def test_publishing_without_a_token_leaves_the_run_whole(tmp_path):
         env = {**server.env(tmp_path / "home"), "HF_TOKEN": ""}
         done = distaff(
             *("train", "mlm", "--model_name_or_path", folder, "--output_dir", tmp_path / "out"),
-            *("--train_file", tmp_path / "a.txt", "--max_seq_length", "16", "--max_steps", "1", "--push_to_hub"),
+            *(
+                "--train_file",
+                tmp_path / "a.txt",
+                "--validation_file",
+                tmp_path / "a.txt",
+                "--max_seq_length",
+                "16",
+                "--max_steps",
+                "1",
+                "--push_to_hub",
+            ),
             *("--per_device_train_batch_size", "2", "--hub_model_id", "tester/tiny"),
             **env,
         )

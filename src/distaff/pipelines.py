@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distaff.core.errors import CheckpointError, DataError, UsageError, listed
-from distaff.hub import resolve
+from distaff.core.errors import DataError, UsageError, listed
+from distaff.hub import open_tokenizer, resolve
 from distaff.models.auto import FlaxAutoModelForMaskedLM
 
 # Rows are padded to a multiple of this, so that texts of many lengths are few programs.
@@ -33,7 +33,7 @@ class FillMaskPipeline:
     def __init__(self, model: Any, *, tokenizer: Any = None, top_k: int = 5, **settings: Any):
         if isinstance(model, str) or not hasattr(model, "module"):
             folder = resolve(str(model), **{name: settings[name] for name in ("revision", "token") if name in settings})
-            tokenizer = tokenizer or _load_tokenizer(folder)
+            tokenizer = tokenizer or open_tokenizer(folder)
             model = FlaxAutoModelForMaskedLM.from_pretrained(folder)
         if tokenizer is None:
             raise UsageError("A model object needs its tokenizer: pass tokenizer=...")
@@ -106,23 +106,15 @@ class FillMaskPipeline:
         if targets is None:
             return None
         ids = []
+        unknown = self.tokenizer.unk_token_id
         for word in targets:
             # Inside a text a word follows a space, which byte-level tokenizers keep as a part of it.
             pieces = [self.tokenizer(form, add_special_tokens=False)["input_ids"] for form in (f" {word}", word)]
-            single = next((piece[0] for piece in pieces if len(piece) == 1), None)
+            single = next((piece[0] for piece in pieces if len(piece) == 1 and piece[0] != unknown), None)
             if single is None:
                 raise DataError(f"The target '{word}' is no single token of this model.")
             ids.append(single)
         return np.asarray(sorted(set(ids)))
-
-
-def _load_tokenizer(folder):
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # each tokenizer class raises its own
-        raise CheckpointError(f"'{folder}' holds no tokenizer that opens: {str(error).splitlines()[0]}") from error
 
 
 PIPELINES: dict[str, Any] = {"fill-mask": FillMaskPipeline}

@@ -7,10 +7,12 @@ if TYPE_CHECKING:
     from distaff.hub.card import write_card
     from distaff.hub.files import Checkpoint, open_checkpoint, parse_size, save_msgpack, save_safetensors
     from distaff.hub.repo import push_folder, resolve
+    from distaff.hub.tokenizer import open_tokenizer
 
 _HOMES = {
     "Checkpoint": "files",
     "open_checkpoint": "files",
+    "open_tokenizer": "tokenizer",
     "parse_size": "files",
     "push_folder": "repo",
     "resolve": "repo",
@@ -22,6 +24,7 @@ _HOMES = {
 __all__ = [
     "Checkpoint",
     "open_checkpoint",
+    "open_tokenizer",
     "parse_size",
     "push_folder",
     "resolve",

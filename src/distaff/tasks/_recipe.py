@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from distaff.core.errors import CheckpointError, DistaffError, UsageError
 from distaff.core.mesh import batch_devices
-from distaff.hub import push_folder, resolve, write_card
+from distaff.hub import open_tokenizer, push_folder, resolve, write_card
 from distaff.pretrained import FlaxPreTrainedModel
 from distaff.tasks._flags import ModelFlags, TextFlags, TrainingFlags, as_recipe
 from distaff.tasks.tokenizer import save_tokenizer
@@ -28,8 +28,6 @@ LONGEST_BY_DEFAULT = 512
 
 def load_tokenizer(flags: ModelFlags, token: str | None = None):
     """Return the tokenizer that the flags name."""
-    from transformers import AutoTokenizer
-
     name = flags.tokenizer_name or flags.model_name_or_path or flags.config_name
     if name is None:
         raise UsageError(
@@ -37,12 +35,7 @@ def load_tokenizer(flags: ModelFlags, token: str | None = None):
             "'distaff tokenizer train' makes one."
         )
     folder = resolve(name, weights=False, token=token, revision=flags.model_revision)
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # each tokenizer class raises its own
-        raise CheckpointError(
-            f"'{name}' holds no tokenizer that opens ({_first_line(error)}): make one with 'distaff tokenizer train'."
-        ) from error
+    return open_tokenizer(folder)
 
 
 def load_config(flags: ModelFlags, tokenizer, token: str | None = None):
