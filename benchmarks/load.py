@@ -40,6 +40,7 @@ def main() -> None:
     flags = parser.parse_args()
     if flags.variant == "make":
         make_checkpoint(flags.folder)
+        emit(made=str(flags.folder))
         return
     jax.devices()
     before = peak_mb()

@@ -185,7 +185,8 @@ def test_save_total_limit(tmp_path):
 
 def test_the_loop_transfers_nothing_implicitly():
     with jax.transfer_guard("disallow"):
-        run(steps=4, eval_batches=batches, eval_steps=2)
+        result = run(steps=4, eval_batches=batches, eval_steps=2)
+    assert result.step == 4
 
 
 def test_logged_numbers(tmp_path):

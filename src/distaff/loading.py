@@ -1,17 +1,22 @@
 """From a checkpoint's tensors to parameters: names matched, coverage checked, then row by row onto the devices."""
 
+import copy
+import logging
 import mmap
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from distaff.core.errors import CheckpointError, listed
+from distaff.core.errors import CheckpointError, UsageError, listed
 from distaff.weights import Leaf, Row, Tie, matches, random_tensor, to_ours
+
+logger = logging.getLogger(__name__)
 
 # Buffers from this size on are mapped on their own and offered to huge pages: a fault a page is half of the time of
 # reading otherwise.
@@ -32,6 +37,15 @@ class LoadingReport:
     new: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
+
+    def log(self, name: str, source: str) -> None:
+        """Warn of what is not as it was saved."""
+        if self.new:
+            logger.warning("%s: '%s' lacks %s; made at random, train them before use.", name, source, listed(self.new))
+        if self.mismatched:
+            logger.warning("%s: of another shape in '%s', made anew: %s.", name, source, listed(self.mismatched))
+        if self.unused:
+            logger.warning("%s: not used from '%s': %s.", name, source, listed(self.unused))
 
 
 @dataclass(frozen=True)
@@ -230,3 +244,38 @@ def _on_devices(host: np.ndarray, sharding: NamedSharding | None):
     if sharding is None:
         return jax.device_put(host)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def read_config(folder: Path, model_class) -> Any:
+    """Return the config of `folder` for `model_class`. Raises `CheckpointError` for none, or another family's."""
+    if not (folder / "config.json").is_file():
+        found = listed(sorted(path.name for path in folder.iterdir())) or "nothing"
+        raise CheckpointError(
+            f"'{folder}' has no config.json (it holds {found}): name a folder that a model was saved in."
+        )
+    config_class = model_class.config_class
+    try:
+        values, _ = config_class.get_config_dict(folder)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"'{folder / 'config.json'}' is not a readable config: {error}") from None
+    wanted = (config_class.model_type, *model_class.compatible_model_types)
+    if values.get("model_type", wanted[0]) not in wanted:
+        raise CheckpointError(
+            f"'{folder}' holds a '{values['model_type']}' model, and {model_class.__name__} loads '{wanted[0]}': "
+            "use the class of that family, or FlaxAutoModel."
+        )
+    return config_class.from_dict(values)
+
+
+def configure(folder: Path, config, overrides: Mapping[str, Any], *, model_class) -> tuple[Any, dict[str, Any]]:
+    """Return a config of our own, changed by those overrides that it knows, and the rest of them."""
+    if "from_pt" in overrides:
+        raise UsageError("from_pt is not needed: files of PyTorch are read as they are; leave it out.")
+    config = copy.deepcopy(read_config(folder, model_class) if config is None else config)
+    fields = {}
+    for name, value in overrides.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+        else:
+            fields[name] = value
+    return config, fields

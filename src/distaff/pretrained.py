@@ -17,11 +17,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from distaff.core.errors import CheckpointError, UsageError, listed
 from distaff.core.mesh import param_sharding
-from distaff.core.precision import cast_floating, dtype_of, is_floating
+from distaff.core.precision import cast_floating, cast_shapes, dtype_of, is_floating
 from distaff.core.tree import Tree, flatten, unflatten
 from distaff.hub import open_checkpoint, push_folder, resolve, save_msgpack, save_safetensors
-from distaff.loading import FamilyNames, LoadingReport, is_untied, load_params, random_params
-from distaff.weights import Leaf, Row, Tie, decays, generic_rows, leaves, tensors_to_write
+from distaff.loading import FamilyNames, LoadingReport, configure, is_untied, load_params, random_params
+from distaff.weights import Leaf, Row, Tie, decays, generic_rows, leaves, tensors_to_write, unstacked_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ class FlaxPreTrainedModel:
             subfolder=subfolder,
             local_files_only=local_files_only,
         )
-        config, fields = cls._configure(folder, config, overrides)
+        config, fields = configure(folder, config, overrides, model_class=cls)
         checkpoint = open_checkpoint(folder)
         family = FamilyNames(
             cls.base_model_prefix, cls._is_base(), tuple(cls.base_rows(config)), tuple(cls.ignored_keys)
@@ -270,7 +270,7 @@ class FlaxPreTrainedModel:
             ignore_mismatched_sizes=ignore_mismatched_sizes,
             sharding=model._sharding,
         )
-        _log_report(cls.__name__, name_or_dir, model.loading_report)
+        model.loading_report.log(cls.__name__, str(name_or_dir))
         if not _do_init:
             return model, unflatten(flat)
         model._params = unflatten(flat)
@@ -384,55 +384,6 @@ class FlaxPreTrainedModel:
     def _is_base(cls) -> bool:
         return cls.__name__.endswith("Model") and not cls.__name__.endswith("LMHeadModel")
 
-    @classmethod
-    def _configure(cls, folder: Path, config, overrides: dict[str, Any]):
-        """Return a config of our own, changed by those overrides that it knows, and the rest of them."""
-        if "from_pt" in overrides:
-            raise UsageError("from_pt is not needed: files of PyTorch are read as they are; leave it out.")
-        if config is None:
-            config = cls._read_config(folder)
-        config = copy.deepcopy(config)
-        fields = {}
-        for name, value in overrides.items():
-            if hasattr(config, name):
-                setattr(config, name, value)
-            else:
-                fields[name] = value
-        return config, fields
-
-    @classmethod
-    def _read_config(cls, folder: Path):
-        if not (folder / "config.json").is_file():
-            found = listed(sorted(path.name for path in folder.iterdir())) or "nothing"
-            raise CheckpointError(
-                f"'{folder}' has no config.json (it holds {found}): name a folder that a model was saved in."
-            )
-        try:
-            values, _ = cls.config_class.get_config_dict(folder)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"'{folder / 'config.json'}' is not a readable config: {error}") from None
-        wanted = (cls.config_class.model_type, *cls.compatible_model_types)
-        if values.get("model_type", wanted[0]) not in wanted:
-            raise CheckpointError(
-                f"'{folder}' holds a '{values['model_type']}' model, and {cls.__name__} loads '{wanted[0]}': "
-                "use the class of that family, or FlaxAutoModel."
-            )
-        return cls.config_class.from_dict(values)
-
-
-def cast_shapes(tree: Tree, dtype) -> Tree:
-    """Return the shapes of `tree` with floating leaves of `dtype`."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype if is_floating(leaf) else leaf.dtype), tree)
-
-
-def unstacked_shapes(flat: dict[str, Any], scanned: dict[str, Leaf]) -> dict[str, Any]:
-    """Return the shapes of a looped model, by path, from those of the scanned one."""
-    shapes = {}
-    for path, leaf in scanned.items():
-        shape = flat[path].shape[1:] if leaf.stacked else flat[path].shape
-        shapes.update({row.path: jax.ShapeDtypeStruct(shape, flat[path].dtype) for row in leaf.rows})
-    return shapes
-
 
 def _jitted_apply(module: nn.Module):
     """Return the module's application, jitted. It holds the module alone: a model that is dropped is freed at once."""
@@ -448,12 +399,3 @@ def _jitted_apply(module: nn.Module):
         return module.apply({"params": params}, **arrays, **settings, rngs=rngs)
 
     return jax.jit(apply, static_argnames=("train", "options"))
-
-
-def _log_report(name: str, source, report: LoadingReport) -> None:
-    if report.new:
-        logger.warning("%s: '%s' lacks %s; made at random, train them before use.", name, source, listed(report.new))
-    if report.mismatched:
-        logger.warning("%s: of another shape in '%s', made at random: %s.", name, source, listed(report.mismatched))
-    if report.unused:
-        logger.warning("%s: not used from '%s': %s.", name, source, listed(report.unused))

@@ -37,7 +37,7 @@ class QuickstartFlags:
     """Flags of `distaff quickstart`."""
 
     output_dir: str = flag("distaff-quickstart", "Folder for everything that is written.")
-    max_steps: int = flag(5_000, "Steps of training.")
+    max_steps: int = flag(4_500, "Steps of training.")
     resume_from_checkpoint: bool = flag(False, "Go on from the newest checkpoint of the folder.")
     overwrite_output_dir: bool = flag(False, "Start anew although the folder holds a run.")
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from distaff.core.tree import flatten
@@ -215,3 +216,12 @@ def decays(kind: Kind) -> bool:
 def matches(patterns: Iterable[str], name: str) -> bool:
     """Tell whether any of the regular expressions is found in `name`."""
     return any(re.search(pattern, name) for pattern in patterns)
+
+
+def unstacked_shapes(flat: dict[str, Any], scanned: dict[str, Leaf]) -> dict[str, Any]:
+    """Return the shapes of a looped model, by path, from those of the scanned one."""
+    shapes = {}
+    for path, leaf in scanned.items():
+        shape = flat[path].shape[1:] if leaf.stacked else flat[path].shape
+        shapes.update({row.path: jax.ShapeDtypeStruct(shape, flat[path].dtype) for row in leaf.rows})
+    return shapes

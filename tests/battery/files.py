@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from battery.common import Common, assert_parity, assert_trees_equal, loss_and_gradients, model_class
+from battery.family import Common, assert_parity, assert_trees_equal, loss_and_gradients, model_class
 from distaff.hub import open_checkpoint
 from golden import cases as golden
 

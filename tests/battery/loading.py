@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import distaff
-from battery.common import Common, assert_parity, assert_trees_equal, model_class
+from battery.family import Common, assert_parity, assert_trees_equal, model_class
 from distaff.core.errors import CheckpointError, ConfigError, DistaffError
 from distaff.core.tree import flatten
 from distaff.hub import open_checkpoint

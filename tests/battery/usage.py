@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from battery.common import (
+from battery.family import (
     CLOSE,
     Common,
     assert_trees_equal,

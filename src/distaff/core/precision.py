@@ -34,3 +34,8 @@ def cast_floating(params: Tree, dtype, mask: Tree | None = None) -> Tree:
         return leaf.astype(dtype) if chosen and is_floating(leaf) else leaf
 
     return jax.tree.map(cast, params) if mask is None else jax.tree.map(cast, params, mask)
+
+
+def cast_shapes(tree: Tree, dtype) -> Tree:
+    """Return the shapes of `tree` with floating leaves of `dtype`."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype if is_floating(leaf) else leaf.dtype), tree)
