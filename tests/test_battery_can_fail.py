@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from battery.common import assert_parity, model_class
+from battery.family import assert_parity, model_class
 from golden import cases as golden
 
 FAMILIES = {family: golden.read(family) for family in golden.FAMILIES}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from battery import Battery
-from battery.common import CLOSE
+from battery.family import CLOSE
 
 
 class TestRoberta(Battery):
