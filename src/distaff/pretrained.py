@@ -242,13 +242,8 @@ class FlaxPreTrainedModel:
 
         Raises `CheckpointError` where tensors of the base model are missing, left over or of another shape.
         """
-        folder = resolve(
-            str(name_or_dir),
-            revision=revision,
-            token=token,
-            subfolder=subfolder,
-            local_files_only=local_files_only,
-        )
+        where: dict[str, Any] = {"revision": revision, "token": token, "subfolder": subfolder}
+        folder = resolve(str(name_or_dir), local_files_only=local_files_only, **where)
         config, fields = configure(folder, config, overrides, model_class=cls)
         checkpoint = open_checkpoint(folder)
         family = FamilyNames(

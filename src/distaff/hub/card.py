@@ -82,12 +82,11 @@ def write_card(
     )
     above = above.rstrip() + "\n\n" if above.strip() else ""
     card = f"---\n{user_yaml}{YAML_MARK}\n{metadata}---\n\n{above}{BEGIN}\n\n{text}\n{END}\n{below}"
-    _replace(path, card)
-    return path
+    return _replace(path, card)
 
 
-def _replace(path: Path, card: str) -> None:
-    """Write the card under another name and rename it, so that a README is whole at any time."""
+def _replace(path: Path, card: str) -> Path:
+    """Write the card under another name, rename it and return `path`, so that a README is whole at any time."""
     temporary = path.with_name(".README.md.tmp")
     try:
         temporary.write_text(card, encoding="utf-8")
@@ -95,6 +94,7 @@ def _replace(path: Path, card: str) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise DistaffError(f"Cannot write '{path}': {error.strerror or error}.") from error
+    return path
 
 
 def _users_parts(existing: str) -> tuple[str, str, str]:
