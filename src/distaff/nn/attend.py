@@ -20,9 +20,11 @@ def attend(
     `query` is `[batch, queries, heads, head_dim]`, `key` and `value` `[batch, keys, heads, head_dim]`, `bias`
     broadcasts to the scores. The softmax is float32; `dropout` acts on the weights that are returned.
     """
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query * scale, key)  # [batch, heads, queries, keys]
+    # The key first: XLA on CPU then lays out one operand less, here and in the backward pass.
+    scores = jnp.einsum("bkhd,bqhd->bhqk", key, query * scale)  # [batch, heads, queries, keys]
     scores = scores.astype(jnp.float32)
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
     weights = dropout(jax.nn.softmax(scores, axis=-1).astype(value.dtype))
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, value), weights
+    context = jnp.einsum("bhqk,bkhd->bhqd", weights, value)
+    return context.swapaxes(1, 2), weights
