@@ -323,8 +323,10 @@ def test_step_never_holds_all_logits():
 
     masked, everywhere = memory(24), memory(length)
     all_logits = batch * length * config.vocab_size * 4
-    # Logits, their softmax and its gradient, for the positions that are left out.
-    assert everywhere.temp_size_in_bytes - masked.temp_size_in_bytes > 1.5 * all_logits * (1 - 24 / length)
+    # Both hold the activations of the layers, 0.8 GB. Logits at the masked positions, their softmax and the error are
+    # a fifth of all of them, and where all are asked for they come in chunks.
+    assert masked.temp_size_in_bytes < 2.6 * all_logits
+    assert everywhere.temp_size_in_bytes - masked.temp_size_in_bytes < 0.6 * all_logits
     # The state is donated: parameters and both moments are updated in place.
     assert masked.alias_size_in_bytes > 3 * 4 * model.num_params() * 0.99
 

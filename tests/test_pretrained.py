@@ -278,7 +278,8 @@ def test_import_loads_no_framework():
 
 def test_all_public_names_exist():
     for name in distaff.__all__:
-        assert getattr(distaff, name).__name__ == name
+        # GPT-2 kept the name of its first release beside the regular one.
+        assert getattr(distaff, name).__name__ == name.replace("FlaxGPT2ForCausalLM", "FlaxGPT2LMHeadModel")
     with pytest.raises(AttributeError, match="FlaxNothing"):
         _ = distaff.FlaxNothing
     assert "FlaxBertModel" in dir(distaff)

@@ -11,13 +11,14 @@ from distaff.models import FAMILIES, public_names
 if TYPE_CHECKING:
     from distaff.models.auto import *  # noqa: F403
     from distaff.models.bert import *  # noqa: F403
+    from distaff.models.gpt2 import *  # noqa: F403
     from distaff.models.roberta import *  # noqa: F403
     from distaff.pipelines import pipeline as pipeline
     from distaff.pretrained import FlaxPreTrainedModel as FlaxPreTrainedModel
 
 __version__ = "0.1.0"
 
-_AUTO_HEADS = sorted({head for family in FAMILIES.values() for head in family.heads} - {"Model"})
+_AUTO_HEADS = sorted({head for family in FAMILIES.values() for head in family.heads} - {"Model", "LMHeadModel"})
 
 _HOMES = {
     **public_names(),

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from distaff.core.errors import CheckpointError, UsageError, listed
-from distaff.weights import Leaf, Row, Tie, matches, random_tensor, to_ours
+from distaff.weights import Leaf, Row, Tie, matches, random_tensor, to_ours, transposed
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ def _match(checkpoint, table, shapes, family, ties, ignore_mismatched_sizes) -> 
             if name is None:
                 (missing if row.required else new).append(row.key)
                 continue
-            expected = tuple(want)[::-1] if row.kind == "linear" and checkpoint.format != "msgpack" else tuple(want)
+            expected = tuple(want)[::-1] if transposed(row.kind, checkpoint.format) else tuple(want)
             if tuple(checkpoint.shape(name)) == expected:
                 found[row.key] = name
             elif ignore_mismatched_sizes:

@@ -210,7 +210,9 @@ class FlaxPreTrainedModel:
         """Apply the module, jitted, to named arrays (None where absent) with static `options`."""
         if train and dropout_rng is None:
             raise UsageError("train=True draws dropout masks: pass dropout_rng=jax.random.key(...).")
-        arrays = {name: jnp.asarray(value) for name, value in inputs.items() if value is not None}
+        given = {name: value for name, value in inputs.items() if value is not None}
+        # A list is an array that is not made yet; other containers, such as a cache, hold arrays.
+        arrays = jax.tree.map(jnp.asarray, given, is_leaf=lambda value: isinstance(value, list))
         params = self.params if params is None else params
         return self._jitted(params, arrays, dropout_rng, train=train, options=tuple(sorted(options.items())))
 

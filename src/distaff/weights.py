@@ -16,11 +16,12 @@ import numpy as np
 from distaff.core.tree import flatten
 from distaff.nn.stack import STACKED
 
-Kind = Literal["linear", "embedding", "norm_scale", "bias", "raw"]
+Kind = Literal["linear", "conv1d", "embedding", "norm_scale", "bias", "raw"]
 
 # How PyTorch calls the last part of a parameter's name, and how Flax does.
 _LEAF_NAMES: dict[str, tuple[str, str]] = {
     "linear": ("weight", "kernel"),
+    "conv1d": ("weight", "kernel"),
     "embedding": ("weight", "embedding"),
     "norm_scale": ("weight", "scale"),
     "bias": ("bias", "bias"),
@@ -97,6 +98,15 @@ def linear(key: str, path: str, axes: tuple[str | None, str | None], *, bias: bo
     return rows + ([Row(f"{key}.bias", f"{path}/bias", "bias", (axes[1],), **fields)] if bias else [])
 
 
+def conv1d(key: str, path: str, axes: tuple[str | None, str | None], **fields: Any) -> list[Row]:
+    """Rows of GPT-2's dense layer, which PyTorch stores `[in, out]` as we do; old msgpack files have `[out, in]`."""
+    bias_fields = {name: value for name, value in fields.items() if name != "std"}
+    return [
+        Row(f"{key}.weight", f"{path}/kernel", "conv1d", axes, **fields),
+        Row(f"{key}.bias", f"{path}/bias", "bias", (axes[1],), **bias_fields),
+    ]
+
+
 def embedding(key: str, path: str, axes: tuple[str | None, str | None], **fields: Any) -> list[Row]:
     """Row of a lookup table `[num_embeddings, features]`."""
     return [Row(f"{key}.weight", f"{path}/embedding", "embedding", axes, **fields)]
@@ -171,9 +181,14 @@ def generic_rows(params: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
+def transposed(kind: Kind, file_format: str) -> bool:
+    """Tell whether a file of that format holds the transpose of our array."""
+    return kind == ("conv1d" if file_format == "msgpack" else "linear")
+
+
 def to_ours(tensor: np.ndarray, kind: Kind, file_format: str) -> np.ndarray:
-    """Return a view of a file's tensor in our layout; old msgpack files have it already."""
-    return tensor.T if kind == "linear" and file_format != "msgpack" else tensor
+    """Return a view of a file's tensor in our layout."""
+    return tensor.T if transposed(kind, file_format) else tensor
 
 
 def to_theirs(array: np.ndarray, kind: Kind, file_format: str) -> np.ndarray:

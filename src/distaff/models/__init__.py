@@ -32,6 +32,7 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "roberta": Family("roberta", "Roberta", _ROBERTA_HEADS),
+    "gpt2": Family("gpt2", "GPT2", ("Model", "LMHeadModel", "ForCausalLM")),
     "xlm-roberta": Family("roberta", "XLMRoberta", _ROBERTA_HEADS),
 }
 

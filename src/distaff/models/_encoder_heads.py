@@ -16,6 +16,7 @@ from distaff.models._outputs import (
     FlaxTokenClassifierOutput,
 )
 from distaff.nn.heads import LMHead, gather_positions
+from distaff.nn.vocabulary import Projection
 from distaff.weights import Row, linear, norm
 
 
@@ -62,8 +63,11 @@ class HeadModule(nn.Module):
         rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
         return nn.Dropout(rate)(values, deterministic=options.get("deterministic", True))
 
-    def vocabulary_logits(self, base: nn.Module, hidden: jax.Array) -> jax.Array:
-        """Return `[..., vocab]` for `hidden` `[..., embed]`, with the word embeddings where tied."""
+    def vocabulary_logits(self, base: nn.Module, hidden: jax.Array, *, lazy: bool) -> jax.Array | Projection:
+        """Return `[..., vocab]` for `hidden` `[..., embed]`, with the word embeddings where tied.
+
+        With `lazy`, a `Projection` that computes them.
+        """
         config = self.config
         tied = None
         if config.tie_word_embeddings:
@@ -77,7 +81,8 @@ class HeadModule(nn.Module):
             self.param_dtype,
             name="lm_head",
         )
-        return head(hidden, tied)
+        projection = head(hidden, tied)
+        return projection if lazy else projection.logits()
 
 
 class ForMaskedLM(HeadModule):
@@ -85,7 +90,15 @@ class ForMaskedLM(HeadModule):
 
     @nn.compact
     def __call__(
-        self, input_ids, attention_mask=None, token_type_ids=None, position_ids=None, masked_positions=None, **options
+        self,
+        input_ids,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        masked_positions=None,
+        *,
+        lazy_logits: bool = False,
+        **options,
     ) -> FlaxMaskedLMOutput:
         """Return logits `[batch, length or count, vocab]`."""
         base = self.base()
@@ -93,7 +106,7 @@ class ForMaskedLM(HeadModule):
         hidden = outputs.last_hidden_state
         if masked_positions is not None:
             hidden = gather_positions(hidden, masked_positions)  # [batch, count, embed]
-        logits = self.vocabulary_logits(base, hidden)
+        logits = self.vocabulary_logits(base, hidden, lazy=lazy_logits)
         return FlaxMaskedLMOutput(logits, outputs.hidden_states, outputs.attentions)
 
 
@@ -104,7 +117,15 @@ class ForPreTraining(HeadModule):
 
     @nn.compact
     def __call__(
-        self, input_ids, attention_mask=None, token_type_ids=None, position_ids=None, masked_positions=None, **options
+        self,
+        input_ids,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        masked_positions=None,
+        *,
+        lazy_logits: bool = False,
+        **options,
     ) -> FlaxForPreTrainingOutput:
         """Return logits of both tasks."""
         base = self.base()
@@ -112,7 +133,7 @@ class ForPreTraining(HeadModule):
         hidden = outputs.last_hidden_state
         if masked_positions is not None:
             hidden = gather_positions(hidden, masked_positions)  # [batch, count, embed]
-        logits = self.vocabulary_logits(base, hidden)
+        logits = self.vocabulary_logits(base, hidden, lazy=lazy_logits)
         relationship = self.dense(2, "seq_relationship")(outputs.pooler_output)
         return FlaxForPreTrainingOutput(logits, relationship, outputs.hidden_states, outputs.attentions)
 

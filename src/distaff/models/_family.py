@@ -139,10 +139,10 @@ class FlaxTextModel(FlaxPreTrainedModel):
             params=params,
             dropout_rng=dropout_rng,
             train=train,
-            output_attentions=_default(output_attentions, self.config.output_attentions),
-            output_hidden_states=_default(output_hidden_states, self.config.output_hidden_states),
+            output_attentions=default_flag(output_attentions, self.config.output_attentions),
+            output_hidden_states=default_flag(output_hidden_states, self.config.output_hidden_states),
         )
-        return outputs if _default(return_dict, self.config.return_dict) else outputs.to_tuple()
+        return outputs if default_flag(return_dict, self.config.return_dict) else outputs.to_tuple()
 
     @property
     def longest_input(self) -> int:
@@ -173,5 +173,6 @@ class FlaxTextModel(FlaxPreTrainedModel):
             check_ids("position_ids", position_ids, config.max_position_embeddings, "max_position_embeddings")
 
 
-def _default(value: bool | None, default: bool) -> bool:
+def default_flag(value: bool | None, default: bool) -> bool:
+    """Return `value`, or the `default` of the config where it is None."""
     return bool(default if value is None else value)

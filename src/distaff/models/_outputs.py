@@ -5,7 +5,12 @@ from typing import Any, dataclass_transform
 
 import jax
 
+from distaff.nn.cache import Cache
+from distaff.nn.vocabulary import Projection
+
 Array = jax.Array
+# Logits, or with `lazy_logits` what computes them.
+Logits = jax.Array | Projection
 
 
 @dataclass_transform(frozen_default=True)
@@ -65,7 +70,7 @@ class FlaxBaseModelOutputWithPooling(ModelOutput):
 
 
 class _Logits(ModelOutput):
-    logits: Array | None = None
+    logits: Logits | None = None
     hidden_states: tuple[Array, ...] | None = None
     attentions: tuple[Array, ...] | None = None
 
@@ -76,6 +81,24 @@ class FlaxMaskedLMOutput(_Logits):
 
 class FlaxCausalLMOutput(_Logits):
     """`logits` `[batch, length, vocab]`."""
+
+
+class FlaxBaseModelOutputWithPast(ModelOutput):
+    """`last_hidden_state` `[batch, length, embed]`, and `past_key_values`, the cache with this call's tokens in it."""
+
+    last_hidden_state: Array | None = None
+    past_key_values: Cache | None = None
+    hidden_states: tuple[Array, ...] | None = None
+    attentions: tuple[Array, ...] | None = None
+
+
+class FlaxCausalLMOutputWithPast(ModelOutput):
+    """`logits` `[batch, length, vocab]`, and `past_key_values`, the cache with this call's tokens in it."""
+
+    logits: Logits | None = None
+    past_key_values: Cache | None = None
+    hidden_states: tuple[Array, ...] | None = None
+    attentions: tuple[Array, ...] | None = None
 
 
 class FlaxNextSentencePredictorOutput(_Logits):
@@ -97,7 +120,7 @@ class FlaxTokenClassifierOutput(_Logits):
 class FlaxForPreTrainingOutput(ModelOutput):
     """`prediction_logits` `[batch, length, vocab]`, `seq_relationship_logits` `[batch, 2]`."""
 
-    prediction_logits: Array | None = None
+    prediction_logits: Logits | None = None
     seq_relationship_logits: Array | None = None
     hidden_states: tuple[Array, ...] | None = None
     attentions: tuple[Array, ...] | None = None

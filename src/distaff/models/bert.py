@@ -15,7 +15,7 @@ from distaff.models._family import FlaxTextModel, check_activation, check_fields
 from distaff.models._outputs import FlaxBaseModelOutputWithPooling
 from distaff.nn.embed import embedding as embedding_table
 from distaff.nn.heads import Pooler
-from distaff.nn.layer import TransformerLayer
+from distaff.nn.layer import LayerInputs, TransformerLayer
 from distaff.nn.mask import bias_of, causal_mask, combine, padding_mask
 from distaff.nn.norm import layer_norm
 from distaff.nn.stack import Stack
@@ -151,17 +151,17 @@ class BertModule(nn.Module):
             scan=self.scan_layers,
             name="encoder",
         )
-        hidden, states, weights = encoder(
+        outputs = encoder(
             hidden,
-            bias_of(mask, jnp.float32),
+            LayerInputs(bias_of(mask, jnp.float32)),
             deterministic=deterministic,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
         pooled = None
         if self.add_pooling_layer:
-            pooled = Pooler(config.initializer_range, **dtypes, name="pooler")(hidden)
-        return FlaxBaseModelOutputWithPooling(hidden, pooled, states, weights)
+            pooled = Pooler(config.initializer_range, **dtypes, name="pooler")(outputs.last)
+        return FlaxBaseModelOutputWithPooling(outputs.last, pooled, outputs.hidden_states, outputs.attentions)
 
 
 # Heads.

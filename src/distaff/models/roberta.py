@@ -60,11 +60,11 @@ class RobertaForCausalLMModule(_OnRoberta, heads.HeadModule):
     """Vocabulary logits of the next token; attention is causal where the config says `is_decoder`."""
 
     @nn.compact
-    def __call__(self, *inputs, **options) -> FlaxCausalLMOutput:
+    def __call__(self, *inputs, lazy_logits: bool = False, **options) -> FlaxCausalLMOutput:
         """Return logits `[batch, length, vocab]`."""
         base = self.base()
         outputs = base(*inputs, **options)
-        logits = self.vocabulary_logits(base, outputs.last_hidden_state)
+        logits = self.vocabulary_logits(base, outputs.last_hidden_state, lazy=lazy_logits)
         return FlaxCausalLMOutput(logits, outputs.hidden_states, outputs.attentions)
 
 

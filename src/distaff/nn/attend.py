@@ -12,19 +12,16 @@ def attend(
     value: jax.Array,
     *,
     bias: jax.Array | None,
-    scale: float,
+    scale: float | jax.Array,
     dropout: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `([batch, queries, heads, head_dim], weights [batch, heads, queries, keys])`.
+    """Return `([batch, heads, queries, head_dim], weights [batch, heads, queries, keys])`.
 
-    `query` is `[batch, queries, heads, head_dim]`, `key` and `value` `[batch, keys, heads, head_dim]`, `bias`
+    `query` is `[batch, heads, queries, head_dim]`, `key` and `value` `[batch, heads, keys, head_dim]`, `bias`
     broadcasts to the scores. The softmax is float32; `dropout` acts on the weights that are returned.
     """
-    # The key first: XLA on CPU then lays out one operand less, here and in the backward pass.
-    scores = jnp.einsum("bkhd,bqhd->bhqk", key, query * scale)  # [batch, heads, queries, keys]
-    scores = scores.astype(jnp.float32)
+    scores = jnp.einsum("bhqd,bhkd->bhqk", query * scale, key).astype(jnp.float32)
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
     weights = dropout(jax.nn.softmax(scores, axis=-1).astype(value.dtype))
-    context = jnp.einsum("bhqk,bkhd->bhqd", weights, value)
-    return context.swapaxes(1, 2), weights
+    return jnp.einsum("bhqk,bhkd->bhqd", weights, value), weights

@@ -8,11 +8,27 @@ from flax import linen as nn
 
 from distaff.nn.act import ACTIVATIONS
 from distaff.nn.norm import layer_norm
+from distaff.nn.vocabulary import Projection
 
 
 def gather_positions(hidden: jax.Array, positions: jax.Array) -> jax.Array:
     """Return `[batch, count, embed]`: the rows of `hidden` `[batch, length, embed]` at `positions` `[batch, count]`."""
     return jnp.take_along_axis(hidden, positions[..., None], axis=1)
+
+
+class Decoder(nn.Module):
+    """The weights of a projection to the vocabulary that is not tied to the embeddings."""
+
+    vocab_size: int
+    features: int
+    initializer_range: float
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        """Return `[vocab, embed]`."""
+        init = nn.initializers.normal(self.initializer_range)
+        return self.param("kernel", init, (self.features, self.vocab_size), self.param_dtype).T
 
 
 class LMHead(nn.Module):
@@ -26,19 +42,18 @@ class LMHead(nn.Module):
     param_dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, hidden: jax.Array, tied_embedding: jax.Array | None) -> jax.Array:
-        """Return logits `[..., vocab]` for `hidden` `[..., embed]`; `tied_embedding` is `[vocab, embed]` or None."""
+    def __call__(self, hidden: jax.Array, tied_embedding: jax.Array | None) -> Projection:
+        """Return the logits to be of `hidden` `[..., embed]`; `tied_embedding` is `[vocab, embed]` or None."""
         init = nn.initializers.normal(self.initializer_range)
         dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         hidden = nn.Dense(hidden.shape[-1], kernel_init=init, **dtypes, name="dense")(hidden)
         hidden = layer_norm(eps=self.norm_eps, **dtypes, name="norm")(ACTIVATIONS[self.activation](hidden))
-        bias = self.param("bias", nn.initializers.zeros, (self.vocab_size,), self.param_dtype).astype(self.dtype)
-        if tied_embedding is None:
-            decoder = nn.Dense(self.vocab_size, use_bias=False, kernel_init=init, **dtypes, name="decoder")
-            logits = decoder(hidden)
-        else:
-            logits = jnp.einsum("...d,vd->...v", hidden, tied_embedding.astype(self.dtype))
-        return logits + bias.reshape((1,) * (logits.ndim - 1) + bias.shape)
+        bias = self.param("bias", nn.initializers.zeros, (self.vocab_size,), self.param_dtype)
+        table = tied_embedding
+        if table is None:
+            fields = (self.vocab_size, hidden.shape[-1], self.initializer_range, self.param_dtype)
+            table = Decoder(*fields, name="decoder")()
+        return Projection(hidden, table, bias)
 
 
 class Pooler(nn.Module):

@@ -1,18 +1,52 @@
-"""One Transformer layer."""
+"""One Transformer layer, and what a stack hands to it and takes from it."""
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from distaff.nn.attention import Attention
+from distaff.nn.cache import LayerCache
 from distaff.nn.mlp import MLP
-from distaff.nn.norm import layer_norm
+from distaff.nn.norm import Norm, norm_of
+
+
+class LayerInputs(NamedTuple):
+    """What all layers of a stack share.
+
+    bias: on the scores of self-attention. source: the encoder's states `[batch, source length, embed]`. source_bias:
+    on the scores over them. start: the first free slot of the cache, a scalar.
+    """
+
+    bias: jax.Array | None = None
+    source: jax.Array | None = None
+    source_bias: jax.Array | None = None
+    start: jax.Array | None = None
+
+
+class LayerOwn(NamedTuple):
+    """What one layer has for itself: its number, a scalar, and its cache."""
+
+    number: jax.Array | int
+    cache: LayerCache | None = None
+
+
+class LayerOutputs(NamedTuple):
+    """What a layer returns beside its hidden states: attention weights, and its cache."""
+
+    weights: jax.Array | None = None
+    source_weights: jax.Array | None = None
+    cache: LayerCache | None = None
 
 
 class TransformerLayer(nn.Module):
-    """Attention and feed-forward, each with dropout, a residual and a norm after ("post") or before it ("pre")."""
+    """Attention and feed-forward, each with dropout, a residual and a norm after ("post") or before it ("pre").
+
+    With `cross_attention` the layer attends to the encoder's states between the two. `attention_fields` and
+    `mlp_fields` are further fields of `Attention` and `MLP`.
+    """
 
     num_heads: int
     intermediate_size: int
@@ -22,27 +56,70 @@ class TransformerLayer(nn.Module):
     dropout_rate: float
     attention_dropout_rate: float
     initializer_range: float
+    norm: Norm = "layer"
+    cross_attention: bool = False
+    attention_fields: Mapping[str, Any] | None = None
+    mlp_fields: Mapping[str, Any] | None = None
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
 
+    def attention_scale(self, number: jax.Array | int) -> jax.Array | float | None:
+        """Return the factor on the scores of layer `number`, None for the usual one; a family may say otherwise."""
+        return None
+
     @nn.compact
-    def __call__(self, hidden: jax.Array, bias: jax.Array | None, deterministic: bool) -> tuple[jax.Array, jax.Array]:
-        """Return `([batch, length, embed], attention weights [batch, heads, length, length])`."""
+    def __call__(
+        self, hidden: jax.Array, shared: LayerInputs, own: LayerOwn, deterministic: bool
+    ) -> tuple[jax.Array, LayerOutputs]:
+        """Return `[batch, length, embed]` and the rest."""
         dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-        attention = Attention(
-            self.num_heads, self.attention_dropout_rate, self.initializer_range, **dtypes, name="attention"
+        pre = self.norm_order == "pre"
+
+        def norm(name: str) -> nn.Module:
+            return norm_of(self.norm, eps=self.norm_eps, **dtypes, name=name)
+
+        def enter(norm: nn.Module) -> jax.Array:
+            return norm(hidden) if pre else hidden
+
+        def leave(norm: nn.Module, inner: jax.Array) -> jax.Array:
+            total = hidden + nn.Dropout(self.dropout_rate)(inner, deterministic=deterministic)
+            return total if pre else norm(total)
+
+        def attention(name: str) -> Attention:
+            fields = {"dropout_rate": self.attention_dropout_rate, **dtypes, **(self.attention_fields or {})}
+            return Attention(self.num_heads, initializer_range=self.initializer_range, name=name, **fields)
+
+        own_norm = norm("attention_norm")
+        attended = attention("attention")(
+            enter(own_norm),
+            shared.bias,
+            deterministic=deterministic,
+            kept=own.cache.own if own.cache else None,
+            start=shared.start,
+            scale=self.attention_scale(own.number),
         )
-        mlp = MLP(self.intermediate_size, self.activation, self.initializer_range, **dtypes, name="mlp")
-        attention_norm = layer_norm(eps=self.norm_eps, **dtypes, name="attention_norm")
-        mlp_norm = layer_norm(eps=self.norm_eps, **dtypes, name="mlp_norm")
-
-        def dropout(values: jax.Array) -> jax.Array:
-            return nn.Dropout(self.dropout_rate)(values, deterministic=deterministic)
-
-        if self.norm_order == "post":
-            attended, weights = attention(hidden, bias, deterministic=deterministic)
-            hidden = attention_norm(hidden + dropout(attended))
-            return mlp_norm(hidden + dropout(mlp(hidden))), weights
-        attended, weights = attention(attention_norm(hidden), bias, deterministic=deterministic)
-        hidden = hidden + dropout(attended)
-        return hidden + dropout(mlp(mlp_norm(hidden))), weights
+        hidden = leave(own_norm, attended.hidden)
+        source_attended = None
+        if self.cross_attention:
+            source_norm = norm("cross_attention_norm")
+            source_attended = attention("cross_attention")(
+                enter(source_norm),
+                shared.source_bias,
+                deterministic=deterministic,
+                source=shared.source,
+                kept=own.cache.source if own.cache else None,
+            )
+            hidden = leave(source_norm, source_attended.hidden)
+        mlp = MLP(
+            self.intermediate_size,
+            self.activation,
+            self.initializer_range,
+            **(self.mlp_fields or {}),
+            **dtypes,
+            name="mlp",
+        )
+        mlp_norm = norm("mlp_norm")
+        hidden = leave(mlp_norm, mlp(enter(mlp_norm), deterministic=deterministic))
+        weights, used = (source_attended.weights, source_attended.used) if source_attended else (None, None)
+        cache = LayerCache(attended.used, used) if own.cache else None
+        return hidden, LayerOutputs(attended.weights, weights, cache)

@@ -4,19 +4,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from distaff.nn.cache import Cache
+
 
 def padding_mask(attention_mask: jax.Array) -> jax.Array:
     """Return `[batch, 1, 1, keys]` booleans from `attention_mask` `[batch, keys]` (non-zero where attended)."""
     return attention_mask.astype(bool)[:, None, None, :]
 
 
-def causal_mask(hidden: jax.Array) -> jax.Array:
-    """Return `[1, 1, length, length]` booleans for `hidden` `[batch, length, embed]`: keys up to the query."""
+def causal_mask(hidden: jax.Array, cache: Cache | None = None) -> jax.Array:
+    """Return `[1, 1, length, keys]` booleans for `hidden` `[batch, length, embed]`: keys up to the query.
+
+    The keys are those of `hidden`, or the slots of `cache`, behind whose filled ones `hidden` stands.
+    """
     length = hidden.shape[1]
+    shape = (1, 1, length, length if cache is None else cache.slots)
     # Comparison of iotas, not a slice of a big mask: it exports with a free length.
-    queries = lax.broadcasted_iota(jnp.int32, (1, 1, length, length), 2)
-    keys = lax.broadcasted_iota(jnp.int32, (1, 1, length, length), 3)
-    return keys <= queries
+    queries, keys = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (2, 3))
+    return keys <= (queries if cache is None else queries + cache.filled)
 
 
 def combine(*masks: jax.Array | None) -> jax.Array | None:

@@ -10,26 +10,38 @@ from distaff.nn.act import ACTIVATIONS
 
 
 class MLP(nn.Module):
-    """Two dense layers with an activation between (Vaswani et al. 2017, section 3.3)."""
+    """Two dense layers with an activation between (Vaswani et al. 2017, section 3.3).
+
+    With `gated`, the activation of a third one, "gate", multiplies the inner values (Shazeer 2020). `dropout_rate`
+    acts on the inner values.
+    """
 
     intermediate_size: int
     activation: str
     initializer_range: float
+    use_bias: bool = True
+    gated: bool = False
+    dropout_rate: float = 0.0
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, hidden: jax.Array) -> jax.Array:
+    def __call__(self, hidden: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Map `[batch, length, embed]` to the same shape."""
 
         def dense(features: int, name: str) -> nn.Dense:
             return nn.Dense(
                 features,
+                use_bias=self.use_bias,
                 kernel_init=nn.initializers.normal(self.initializer_range),
                 dtype=self.dtype,
                 param_dtype=self.param_dtype,
                 name=name,
             )
 
-        inner = ACTIVATIONS[self.activation](dense(self.intermediate_size, "up")(hidden))  # [batch, length, mlp]
+        activation = ACTIVATIONS[self.activation]
+        inner = dense(self.intermediate_size, "up")(hidden)  # [batch, length, mlp]
+        gate = dense(self.intermediate_size, "gate")(hidden) if self.gated else None
+        inner = activation(inner) if gate is None else activation(gate) * inner
+        inner = nn.Dropout(self.dropout_rate)(inner, deterministic=deterministic)
         return dense(hidden.shape[-1], "down")(inner)

@@ -1,38 +1,69 @@
 """A stack of equal layers: a Python loop, or one scanned layer with stacked parameters."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
+
+from distaff.nn.cache import LayerCache
+from distaff.nn.layer import LayerInputs, LayerOutputs, LayerOwn
 
 # The name of the scanned layer, in the place of the numbers "0", "1", ... of a loop.
 STACKED = "stacked"
 
 
-class _ScanBody(nn.Module):
-    """A layer in the form that `nn.scan` wants: (carry, what is collected)."""
+class Collect(NamedTuple):
+    """What a stack keeps of every layer beside its cache."""
+
+    hidden_states: bool = False
+    attentions: bool = False
+
+
+class StackOutputs(NamedTuple):
+    """`last` `[batch, length, embed]`, and of every layer what was asked for: None, or a tuple.
+
+    `hidden_states` has one entry more than there are layers: the input of the first, and the output of each.
+    """
+
+    last: jax.Array
+    hidden_states: tuple[jax.Array, ...] | None
+    attentions: tuple[jax.Array, ...] | None
+    source_attentions: tuple[jax.Array, ...] | None
+    caches: tuple[LayerCache, ...] | None
+
+
+class _Body(nn.Module):
+    """A layer, LayerDrop around it, in the form that `nn.scan` wants: (carry, what is collected)."""
 
     layer_class: type[nn.Module]
     layer_fields: Mapping[str, Any]
-    collect_hidden: bool
-    collect_attentions: bool
+    layerdrop: float
+    collect: Collect
 
     def setup(self):
         self.layer = self.layer_class(**self.layer_fields)
-        # The parameters stand at "stacked/...", without a level for this wrapper.
+        # The parameters stand at "stacked/..." or "0/...", without a level for this wrapper.
         nn.share_scope(self, self.layer)
 
-    def __call__(self, hidden, bias, deterministic):
-        output, weights = self.layer(hidden, bias, deterministic)
-        return output, (hidden if self.collect_hidden else None, weights if self.collect_attentions else None)
+    def __call__(self, hidden, shared, own, deterministic):
+        output, rest = self.layer(hidden, shared, own, deterministic)
+        if self.layerdrop and not deterministic:
+            # The layer is computed all the same: skipping it would depend on data.
+            keep = jax.random.bernoulli(self.make_rng("dropout"), 1.0 - self.layerdrop)
+            output = jnp.where(keep, output, hidden)
+        if not self.collect.attentions:
+            rest = LayerOutputs(cache=rest.cache)
+        return output, (hidden if self.collect.hidden_states else None, rest)
 
 
 class Stack(nn.Module):
-    """`num_layers` layers of `layer_class(**layer_fields)`, each called as `(hidden, bias, deterministic)`.
+    """`num_layers` layers of `layer_class(**layer_fields)`, called as `(hidden, LayerInputs, LayerOwn, deterministic)`.
 
     With `remat`, a layer's activations are computed again in the backward pass instead of kept. With `scan`, the layer
-    is traced and compiled once, and its parameters have a leading layer axis under the name "stacked".
+    is traced and compiled once, and its parameters have a leading layer axis under the name "stacked". `layerdrop` is
+    the probability with which a layer is left out while training (Fan et al. 2020).
     """
 
     layer_class: type[nn.Module]
@@ -40,46 +71,63 @@ class Stack(nn.Module):
     num_layers: int
     remat: bool = False
     scan: bool = False
+    layerdrop: float = 0.0
 
     @nn.compact
     def __call__(
         self,
         hidden: jax.Array,
-        bias: jax.Array | None,
+        shared: LayerInputs,
+        caches: Sequence[LayerCache] | None = None,
         *,
         deterministic: bool,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...] | None, tuple[jax.Array, ...] | None]:
-        """Return the last hidden state, and where asked for all `num_layers + 1` of them and all attention weights."""
+    ) -> StackOutputs:
+        """Run `hidden` `[batch, length, embed]` through all layers; `caches` has one entry a layer."""
+        collect = Collect(output_hidden_states, output_attentions)
         run = self._scanned if self.scan else self._looped
-        last, states, weights = run(hidden, bias, deterministic, output_hidden_states, output_attentions)
-        return last, (*states, last) if output_hidden_states else None, weights if output_attentions else None
+        last, collected = run(hidden, shared, caches, deterministic, collect)
+        states = tuple(state for state, _ in collected)
+        outputs = [rest for _, rest in collected]
+        return StackOutputs(
+            last,
+            (*states, last) if output_hidden_states else None,
+            tuple(rest.weights for rest in outputs) if output_attentions else None,
+            _given(rest.source_weights for rest in outputs),
+            _given(rest.cache for rest in outputs),
+        )
 
-    def _looped(self, hidden, bias, deterministic, collect_hidden, collect_attentions):
-        layer_class = nn.remat(self.layer_class, static_argnums=(3,)) if self.remat else self.layer_class
-        states: tuple[jax.Array, ...] = ()
-        attentions: tuple[jax.Array, ...] = ()
+    def _looped(self, hidden, shared, caches, deterministic, collect):
+        body = nn.remat(_Body, static_argnums=(4,)) if self.remat else _Body
+        fields = (self.layer_class, self.layer_fields, self.layerdrop, collect)
+        collected = []
         for index in range(self.num_layers):
-            states += (hidden,) if collect_hidden else ()
-            hidden, weights = layer_class(**self.layer_fields, name=str(index))(hidden, bias, deterministic)
-            attentions += (weights,) if collect_attentions else ()
-        return hidden, states, attentions
+            own = LayerOwn(index, caches[index] if caches else None)
+            hidden, rest = body(*fields, name=str(index))(hidden, shared, own, deterministic)
+            collected.append(rest)
+        return hidden, collected
 
-    def _scanned(self, hidden, bias, deterministic, collect_hidden, collect_attentions):
+    def _scanned(self, hidden, shared, caches, deterministic, collect):
         # prevent_cse is needed only outside loops, where XLA could undo the recomputation.
-        body = nn.remat(_ScanBody, static_argnums=(3,), prevent_cse=False) if self.remat else _ScanBody
+        body = nn.remat(_Body, static_argnums=(4,), prevent_cse=False) if self.remat else _Body
         scanned = nn.scan(
             body,
             variable_axes={"params": 0},
             split_rngs={"params": True, "dropout": True},
-            in_axes=(nn.broadcast, nn.broadcast),
+            in_axes=(nn.broadcast, 0, nn.broadcast),
             length=self.num_layers,
         )
-        layers = scanned(self.layer_class, self.layer_fields, collect_hidden, collect_attentions, name=STACKED)
-        hidden, (states, attentions) = layers(hidden, bias, deterministic)
-        return hidden, _unstack(states, self.num_layers), _unstack(attentions, self.num_layers)
+        layers = scanned(self.layer_class, self.layer_fields, self.layerdrop, collect, name=STACKED)
+        stacked = jax.tree.map(lambda *each: jnp.stack(each), *caches) if caches else None
+        hidden, collected = layers(hidden, shared, LayerOwn(jnp.arange(self.num_layers), stacked), deterministic)
+        return hidden, [_entry(collected, index) for index in range(self.num_layers)]
 
 
-def _unstack(stacked: jax.Array | None, count: int) -> tuple[jax.Array, ...]:
-    return () if stacked is None else tuple(stacked[index] for index in range(count))
+def _entry(stacked: Any, index: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[index], stacked)
+
+
+def _given(each) -> tuple[Any, ...] | None:
+    found = tuple(each)
+    return None if any(one is None for one in found) else found

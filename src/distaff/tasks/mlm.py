@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from distaff.core.errors import UsageError
 from distaff.core.mesh import make_mesh
@@ -26,6 +25,7 @@ from distaff.data.stream import TextStream
 from distaff.data.text import check_ids, load_texts, split_validation, tokenize_blocks, tokenize_lines
 from distaff.models._family import FlaxTextModel
 from distaff.models.auto import FlaxAutoModelForMaskedLM
+from distaff.nn.vocabulary import cross_entropy_sum, score_sums
 from distaff.tasks import _recipe as recipe
 from distaff.tasks._flags import ModelFlags, TextFlags, TrainingFlags, check_dtypes, flag
 from distaff.train import evaluate, fit, make_optimizer
@@ -57,16 +57,14 @@ def mlm_loss(module, params, batch: dict[str, jax.Array], rng: jax.Array | None)
         **inputs,
         masked_positions=batch["masked_positions"],
         deterministic=rng is None,
+        lazy_logits=True,
         rngs=None if rng is None else {"dropout": rng},
     )
-    logits = outputs.logits.astype(jnp.float32)
     labels, weights = batch["masked_labels"], batch["masked_weights"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    sums = {"loss": (jnp.sum(losses * weights), jnp.sum(weights))}
-    if rng is None:
-        hits = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
-        sums["accuracy"] = (jnp.sum(hits * weights), jnp.sum(weights))
-    return sums
+    if rng is not None:
+        return {"loss": (cross_entropy_sum(outputs.logits, labels, weights), jnp.sum(weights))}
+    loss, hits = score_sums(outputs.logits, labels, weights)
+    return {"loss": (loss, jnp.sum(weights)), "accuracy": (hits, jnp.sum(weights))}
 
 
 def perplexity(values: dict[str, float]) -> dict[str, float]:

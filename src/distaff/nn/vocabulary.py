@@ -1,0 +1,158 @@
+"""Projection to the vocabulary, and the cross-entropy that never holds all of its logits.
+
+Letters of the einsums: b batch, n positions, d embed, v vocab.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+# Logits that the loss holds at a time: 2 ** 25 float32 numbers are 128 MB.
+CHUNK = 1 << 25
+
+
+@struct.dataclass
+class Projection:
+    """Logits that are not computed yet: of `hidden` `[batch, positions, embed]` on `table` `[vocab, embed]`.
+
+    bias: `[vocab]` or None.
+    """
+
+    hidden: jax.Array
+    table: jax.Array
+    bias: jax.Array | None = None
+
+    def logits(self) -> jax.Array:
+        """Return `[batch, positions, vocab]`, in the dtype of `hidden`."""
+        logits = jnp.einsum("...d,vd->...v", self.hidden, self.table.astype(self.hidden.dtype))
+        return logits if self.bias is None else logits + jnp.expand_dims(self.bias.astype(logits.dtype), (0, 1))
+
+    def at(self, positions: slice) -> "Projection":
+        """Return the projection of those positions alone."""
+        return Projection(self.hidden[:, positions], self.table, self.bias)
+
+
+def cross_entropy_sum(
+    projection: Projection,
+    labels: jax.Array,
+    weights: jax.Array,
+    *,
+    label_smoothing: float = 0.0,
+    chunk: int = CHUNK,
+) -> jax.Array:
+    """Return the float32 sum of `weights * cross_entropy` over `labels`, both `[batch, positions]`.
+
+    The gradient is computed with the loss, a few positions at a time, so that at most about `chunk` logits exist at
+    once. `label_smoothing` spreads that part of the target evenly over the vocabulary (Szegedy et al. 2016).
+    """
+    steps, arrays = _prepared(projection, labels, weights, chunk)
+    return _summed(*arrays, steps, label_smoothing)
+
+
+def score_sums(
+    projection: Projection, labels: jax.Array, weights: jax.Array, *, chunk: int = CHUNK
+) -> tuple[jax.Array, jax.Array]:
+    """Return the float32 sums of `weights * cross_entropy` and of `weights` where the likeliest entry is the label."""
+    steps, arrays = _prepared(projection, labels, weights, chunk)
+    hidden, table, bias, labels, weights = arrays
+    return _scored(hidden, table, bias, labels, weights, steps, 0.0)
+
+
+def _prepared(projection: Projection, labels, weights, chunk: int) -> tuple[int, tuple[jax.Array, ...]]:
+    """Return into how many chunks of positions the work is cut, and its arrays, padded to a multiple."""
+    hidden, table, bias = projection.hidden, projection.table, projection.bias
+    batch, count, _ = hidden.shape
+    width = max(min(chunk // (batch * table.shape[0]), count), 1)
+    steps = -(-count // width)
+    padding = ((0, 0), (0, -count % steps))
+    # Chunks run over positions, never over rows: those may lie on different devices.
+    hidden = jnp.pad(hidden, (*padding, (0, 0)))
+    labels, weights = jnp.pad(labels, padding), jnp.pad(weights.astype(jnp.float32), padding)
+    bias = jnp.zeros(table.shape[:1], table.dtype) if bias is None else bias
+    return steps, (hidden, table, bias, labels, weights)
+
+
+def _chunks(array: jax.Array, steps: int) -> jax.Array:
+    """Turn `[batch, steps * width, ...]` into `[steps, batch, width, ...]`."""
+    return jnp.moveaxis(array.reshape(array.shape[0], steps, -1, *array.shape[2:]), 1, 0)
+
+
+def _losses(logits: jax.Array, labels: jax.Array, smoothing: float) -> tuple[jax.Array, jax.Array]:
+    """Return the cross-entropies `[batch, width]` and the log of the normaliser `[batch, width, 1]`."""
+    normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)
+    losses = normaliser - (1.0 - smoothing) * picked
+    if smoothing:
+        losses = losses - smoothing * logits.mean(axis=-1, keepdims=True)
+    return losses[..., 0], normaliser
+
+
+def _logits(hidden: jax.Array, table: jax.Array, bias: jax.Array) -> jax.Array:
+    logits = jnp.einsum("bnd,vd->bnv", hidden, table.astype(hidden.dtype)).astype(jnp.float32)
+    return logits + bias.astype(jnp.float32)[None, None]
+
+
+def _scored(hidden, table, bias, labels, weights, steps, smoothing):
+    def add(totals: Any, chunk: Any) -> tuple[Any, None]:
+        hidden, labels, weights = chunk
+        logits = _logits(hidden, table, bias)
+        losses, _ = _losses(logits, labels, smoothing)
+        hits = jnp.argmax(logits, axis=-1) == labels
+        return (totals[0] + jnp.sum(losses * weights), totals[1] + jnp.sum(hits * weights)), None
+
+    zeros = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    return jax.lax.scan(add, zeros, tuple(_chunks(array, steps) for array in (hidden, labels, weights)))[0]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _summed(hidden, table, bias, labels, weights, steps, smoothing):
+    return _scored(hidden, table, bias, labels, weights, steps, smoothing)[0]
+
+
+def _forward(hidden, table, bias, labels, weights, steps, smoothing):
+    vocab = table.shape[0]
+
+    def one(hidden: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[Any, Any]:
+        """Return what chunks add up to (loss, gradients of table and bias), and what they line up to."""
+        logits = _logits(hidden, table, bias)
+        losses, normaliser = _losses(logits, labels, smoothing)
+        target = (1.0 - smoothing) * (jnp.arange(vocab)[None, None] == labels[..., None]) + smoothing / vocab
+        error = (jnp.exp(logits - normaliser) - target) * weights[..., None]  # [batch, width, vocab]
+        narrow = error.astype(hidden.dtype)
+        table_grad = jnp.einsum("bnv,bnd->vd", narrow, hidden, preferred_element_type=jnp.float32)
+        # A product with ones, which is several times faster on CPU than a sum over rows.
+        bias_grad = jnp.einsum("bn,bnv->v", jnp.ones(weights.shape, jnp.float32), error)
+        hidden_grad = jnp.einsum("bnv,vd->bnd", narrow, table.astype(hidden.dtype))
+        return (jnp.sum(losses * weights), table_grad, bias_grad), (hidden_grad, losses)
+
+    if steps == 1:
+        (total, table_grad, bias_grad), (hidden_grad, losses) = one(hidden, labels, weights)
+    else:
+
+        def add(totals: Any, chunk: Any) -> tuple[Any, Any]:
+            sums, lines = one(*chunk)
+            return jax.tree.map(jnp.add, totals, sums), lines
+
+        zeros: Any = tuple(jnp.zeros(shape, jnp.float32) for shape in ((), table.shape, bias.shape))
+        chunks: Any = _chunks(hidden, steps), _chunks(labels, steps), _chunks(weights, steps)
+        (total, table_grad, bias_grad), lines = jax.lax.scan(add, zeros, chunks)
+        hidden_grad, losses = (
+            jnp.moveaxis(stacked, 0, 1).reshape(*labels.shape, *stacked.shape[3:]) for stacked in lines
+        )
+    grads = hidden_grad, table_grad.astype(table.dtype), bias_grad.astype(bias.dtype), losses
+    return total, grads
+
+
+def _backward(steps, smoothing, grads, factor):
+    hidden_grad, table_grad, bias_grad, losses = grads
+
+    def scaled(grad: jax.Array) -> jax.Array:
+        return (grad * factor).astype(grad.dtype)
+
+    return scaled(hidden_grad), scaled(table_grad), scaled(bias_grad), None, scaled(losses)
+
+
+_summed.defvjp(_forward, _backward)
