@@ -6,14 +6,14 @@ import pytest
 from battery.family import assert_parity, model_class
 from golden import cases as golden
 
-FAMILIES = {family: golden.read(family) for family in golden.FAMILIES}
+FAMILIES = {family: golden.read(family) for family in ("bert", "roberta")}
 
 
 def load(case, folder, **options):
     return model_class(case).from_pretrained(golden.write(case, folder, **options))
 
 
-@pytest.mark.parametrize("family", golden.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_one_weight_is_noticed(family, tmp_path):
     """Each tensor of the masked-LM model, one number of it changed by 0.01."""
     case = FAMILIES[family]["masked_lm"]
@@ -38,7 +38,7 @@ def test_one_weight_is_noticed(family, tmp_path):
     assert all(name.endswith("attention.self.key.bias") for name in unnoticed), unnoticed
 
 
-@pytest.mark.parametrize("family", golden.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["model_odd", "masked_lm_odd"])
 @pytest.mark.parametrize("fields", [{"hidden_act": "gelu"}, {"layer_norm_eps": 1e-5}, {"num_attention_heads": 4}])
 def test_another_config_is_noticed(family, name, fields, tmp_path):
@@ -47,7 +47,7 @@ def test_another_config_is_noticed(family, name, fields, tmp_path):
         assert_parity(case, load(case, tmp_path, **fields))
 
 
-@pytest.mark.parametrize("family", golden.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_another_gradient_is_noticed(family):
     """The stored pair of numbers tells a gradient from one with two entries exchanged, and from its negative."""
     name, shape = "encoder.layer.0.output.dense.weight", (4, 6)

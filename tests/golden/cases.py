@@ -20,7 +20,6 @@ import numpy as np
 from safetensors.numpy import save_file
 
 GOLDEN = Path(__file__).parent
-FAMILIES = ("bert", "roberta")
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,8 @@ class FlaxCausalModel(FlaxTextModel):
         check_ids("input_ids", input_ids, self.config.vocab_size, "vocab_size")
         filled = 0 if cache is None else cache.filled
         columns = shape[1] if cache is None else cache.slots
-        if attention_mask is not None and np.shape(attention_mask) != (shape[0], columns):
+        shapes = (shape[0], columns), (shape[0], shape[1], columns)
+        if attention_mask is not None and np.shape(attention_mask) not in shapes:
             raise DataError(
                 f"attention_mask is {list(np.shape(attention_mask))} and must be {[shape[0], columns]}: "
                 f"one column for each {'token' if cache is None else 'slot of the cache'}."

@@ -8,8 +8,12 @@ from distaff.nn.cache import Cache
 
 
 def padding_mask(attention_mask: jax.Array) -> jax.Array:
-    """Return `[batch, 1, 1, keys]` booleans from `attention_mask` `[batch, keys]` (non-zero where attended)."""
-    return attention_mask.astype(bool)[:, None, None, :]
+    """Return booleans `[batch, 1, 1 or queries, keys]` from a mask that is non-zero where attended.
+
+    `attention_mask` is `[batch, keys]`, or `[batch, queries, keys]` where queries differ, as in packed rows.
+    """
+    mask = attention_mask.astype(bool)
+    return mask[:, None] if mask.ndim == 3 else mask[:, None, None]
 
 
 def causal_mask(hidden: jax.Array, cache: Cache | None = None) -> jax.Array:
