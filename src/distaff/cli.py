@@ -32,6 +32,8 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("config", "create"): Command("distaff.tasks.config", "create", "ConfigFlags", "Write a model config."),
     ("train", "mlm"): Command("distaff.tasks.mlm", "train", "MlmFlags", "Masked language modeling."),
     ("eval", "mlm"): Command("distaff.tasks.mlm", "evaluate_only", "MlmFlags", "Evaluate a masked language model."),
+    ("train", "clm"): Command("distaff.tasks.clm", "train", "ClmFlags", "Causal language modeling."),
+    ("eval", "clm"): Command("distaff.tasks.clm", "evaluate_only", "ClmFlags", "Evaluate a causal language model."),
     ("predict", "fill-mask"): Command(
         "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
     ),

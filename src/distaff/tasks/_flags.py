@@ -38,7 +38,7 @@ class ModelFlags:
 
 
 @dataclass(kw_only=True)
-class TextFlags:
+class TextSourceFlags:
     """Which texts."""
 
     dataset_name: str | None = flag(None, "Dataset of the Hub, or a folder that save_to_disk wrote.")
@@ -47,9 +47,6 @@ class TextFlags:
     validation_file: str | None = flag(None, "Texts to evaluate on.")
     validation_split_percentage: int = flag(5, "Percent of the training texts to evaluate on if there are no others.")
     text_column: str | None = flag(None, "Column of the texts, by default 'text' or the first of strings.")
-    max_seq_length: int | None = flag(
-        None, "Tokens a row, by default as many as tokenizer and model allow, at most 512."
-    )
     preprocessing_num_workers: int | None = flag(None, "Processes for tokenising.")
     overwrite_cache: bool = flag(False, "Tokenise again although it is cached.")
     max_train_samples: int | None = flag(None, "Use at most so many training texts.")
@@ -58,6 +55,15 @@ class TextFlags:
     num_train_steps: int | None = flag(None, "Steps of a streamed run; the same as --max_steps.")
     num_eval_samples: int = flag(1_000, "The first texts of a stream, which are evaluated on and never trained on.")
     shuffle_buffer_size: int = flag(1_000, "Rows of a stream that are shuffled together.")
+
+
+@dataclass(kw_only=True)
+class TextFlags(TextSourceFlags):
+    """Which texts, in rows of how many tokens."""
+
+    max_seq_length: int | None = flag(
+        None, "Tokens a row, by default as many as tokenizer and model allow, at most 512."
+    )
 
 
 @dataclass(kw_only=True)
