@@ -291,11 +291,11 @@ def prepare(recipe: TextRecipe, flags: Any) -> tuple[Any, Any, Rows]:
     return tokenizer, model, recipe.rows(flags, tokenizer, model)
 
 
-def block_size(asked: int | None, tokenizer, longest: int, *, flag_name: str, most: int) -> int:
+def block_size(asked: int | None, tokenizer, longest: int | None, *, flag_name: str, most: int) -> int:
     """Return the tokens a row: as asked, or as many as tokenizer and model allow, at most `most`."""
     if asked is None:
-        return min(tokenizer.model_max_length, longest, most)
-    if asked > longest:
+        return min(tokenizer.model_max_length, most if longest is None else longest, most)
+    if longest is not None and asked > longest:
         raise UsageError(f"{flag_name} {asked} is more than the {longest} positions of the model: lower it.")
     if asked < 2:
         raise UsageError(f"{flag_name} is {asked}: a row of fewer than 2 tokens has nothing to predict.")
