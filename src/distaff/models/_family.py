@@ -58,16 +58,18 @@ def check_fields(
         logger.warning("%s: nothing here reads %s; the model is built without.", type(config).__name__, listed(unknown))
 
 
-def check_activation(name: Any) -> None:
-    """Raise `ConfigError` for an activation that `nn.act` does not have."""
+def check_activation(name: Any, field: str = "hidden_act") -> None:
+    """Raise `ConfigError` for an activation, the config's `field`, that `nn.act` does not have."""
     if name not in ACTIVATIONS:
-        raise ConfigError(f"hidden_act={name!r} is not implemented: use one of {', '.join(ACTIVATIONS)}.")
+        raise ConfigError(f"{field}={name!r} is not implemented: use one of {', '.join(ACTIVATIONS)}.")
 
 
-def check_heads(hidden_size: int, num_heads: int) -> None:
-    """Raise `ConfigError` unless the heads share the hidden size evenly."""
+def check_heads(
+    hidden_size: int, num_heads: int, fields: tuple[str, str] = ("hidden_size", "num_attention_heads")
+) -> None:
+    """Raise `ConfigError` unless the heads share the hidden size evenly; `fields` are what the config calls the two."""
     if hidden_size % num_heads:
-        raise ConfigError(f"hidden_size={hidden_size} does not divide into num_attention_heads={num_heads}.")
+        raise ConfigError(f"{fields[0]}={hidden_size} does not divide into {fields[1]}={num_heads}.")
 
 
 def check_ids(name: str, ids: Any, size: int, size_name: str) -> None:

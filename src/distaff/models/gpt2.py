@@ -175,8 +175,8 @@ class FlaxGPT2PreTrainedModel(FlaxCausalModel):
     def check_config(cls, config) -> None:
         """Raise `ConfigError` for what is not implemented."""
         check_fields(config, consumed=CONSUMED, allowed=ALLOWED, without_effect=WITHOUT_EFFECT)
-        check_activation(config.activation_function)
-        check_heads(config.n_embd, config.n_head)
+        check_activation(config.activation_function, "activation_function")
+        check_heads(config.n_embd, config.n_head, ("n_embd", "n_head"))
 
     @classmethod
     def base_rows(cls, config) -> list[Row]:

@@ -185,8 +185,8 @@ class FlaxGPTNeoPreTrainedModel(FlaxCausalModel):
     def check_config(cls, config) -> None:
         """Raise `ConfigError` for what is not implemented."""
         check_fields(config, consumed=CONSUMED, allowed=ALLOWED, without_effect=WITHOUT_EFFECT)
-        check_activation(config.activation_function)
-        check_heads(config.hidden_size, config.num_heads)
+        check_activation(config.activation_function, "activation_function")
+        check_heads(config.hidden_size, config.num_heads, ("hidden_size", "num_heads"))
         kinds = config.attention_layers
         if len(kinds) != config.num_layers or not {"global", "local"}.issuperset(kinds):
             raise ConfigError(

@@ -237,7 +237,7 @@ class FlaxOPTPreTrainedModel(FlaxCausalModel):
     def check_config(cls, config) -> None:
         """Raise `ConfigError` for what is not implemented."""
         check_fields(config, consumed=CONSUMED, allowed=ALLOWED, without_effect=WITHOUT_EFFECT)
-        check_activation(config.activation_function)
+        check_activation(config.activation_function, "activation_function")
         check_heads(config.hidden_size, config.num_attention_heads)
 
     @classmethod

@@ -21,7 +21,7 @@ CASES: Cases = {
     "causal_lm_inverse": ("GPT2LMHeadModel", GPT2 | INVERSE, ("mixed", "gradient")),
     "causal_lm_unscaled": ("GPT2LMHeadModel", GPT2 | UNSCALED, ("mixed",)),
     "causal_lm_unscaled_inverse": ("GPT2LMHeadModel", GPT2 | UNSCALED | INVERSE, ("mixed",)),
-    "causal_lm_untied": ("GPT2LMHeadModel", GPT2 | {"tie_word_embeddings": False}, ("mixed",)),
+    "causal_lm_untied": ("GPT2LMHeadModel", GPT2 | {"tie_word_embeddings": False}, ("mixed", "gradient")),
     "causal_lm_tie_broken": ("GPT2LMHeadModel", GPT2, ("mixed",)),
     "tiny_causal_lm": ("GPT2LMHeadModel", GPT2 | TINY, ("mixed",)),
 }

@@ -31,7 +31,7 @@ CASES: Cases = {
     "model_odd": ("GPTNeoModel", NEO | ODD, ("mixed",)),
     "causal_lm": ("GPTNeoForCausalLM", NEO, ("mixed", "gradient", "greedy")),
     "causal_lm_odd": ("GPTNeoForCausalLM", NEO | ODD, ("mixed",)),
-    "causal_lm_untied": ("GPTNeoForCausalLM", NEO | {"tie_word_embeddings": False}, ("mixed",)),
+    "causal_lm_untied": ("GPTNeoForCausalLM", NEO | {"tie_word_embeddings": False}, ("mixed", "gradient")),
     "causal_lm_tie_broken": ("GPTNeoForCausalLM", NEO, ("mixed",)),
     "tiny_causal_lm": ("GPTNeoForCausalLM", NEO | TINY, ("mixed",)),
 }
