@@ -84,10 +84,16 @@ def check_ids(name: str, ids: Any, size: int, size_name: str) -> None:
         raise DataError(f"{name} must be whole numbers, not {array.dtype}: pass the tokenizer's ids, as int32.")
     outside = (array < 0) | (array >= size)
     if outside.any():
+        remedy = "does the tokenizer belong to this model?"
+        if size_name == "vocab_size":
+            remedy = (
+                "load the model's own tokenizer, pad with a token that it has "
+                "(tokenizer.pad_token = tokenizer.eos_token), or call model.resize_token_embeddings(len(tokenizer))."
+            )
         where = tuple(int(index) for index in np.argwhere(outside)[0])
         raise DataError(
             f"{name}{list(where)} is {int(array[where])}, and {size_name} is {size}: "
-            f"{int(outside.sum())} such ids; does the tokenizer belong to this model?"
+            f"{int(outside.sum())} such ids; {remedy}"
         )
 
 

@@ -190,8 +190,8 @@ class FlaxGPTNeoPreTrainedModel(FlaxCausalModel):
         kinds = config.attention_layers
         if len(kinds) != config.num_layers or not {"global", "local"}.issuperset(kinds):
             raise ConfigError(
-                f"attention_types={config.attention_types!r} says {list(kinds)} for num_layers={config.num_layers}: "
-                "name 'global' or 'local' for each layer."
+                f"attention_layers={list(kinds)!r} with num_layers={config.num_layers}: name 'global' or 'local' for "
+                "each layer."
             )
 
     @classmethod
