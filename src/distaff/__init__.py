@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from distaff.models.auto import *  # noqa: F403
     from distaff.models.bert import *  # noqa: F403
     from distaff.models.gpt2 import *  # noqa: F403
+    from distaff.models.gpt_neo import *  # noqa: F403
+    from distaff.models.opt import *  # noqa: F403
     from distaff.models.roberta import *  # noqa: F403
     from distaff.pipelines import pipeline as pipeline
     from distaff.pretrained import FlaxPreTrainedModel as FlaxPreTrainedModel

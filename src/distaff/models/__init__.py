@@ -33,6 +33,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "roberta": Family("roberta", "Roberta", _ROBERTA_HEADS),
     "gpt2": Family("gpt2", "GPT2", ("Model", "LMHeadModel", "ForCausalLM")),
+    "gpt_neo": Family("gpt_neo", "GPTNeo", ("Model", "ForCausalLM")),
+    "opt": Family("opt", "OPT", ("Model", "ForCausalLM")),
     "xlm-roberta": Family("roberta", "XLMRoberta", _ROBERTA_HEADS),
 }
 
