@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from distaff.models.bart import *  # noqa: F403
     from distaff.models.bert import *  # noqa: F403
     from distaff.models.gpt2 import *  # noqa: F403
+    from distaff.models.gpt_neo import *  # noqa: F403
     from distaff.models.mbart import *  # noqa: F403
+    from distaff.models.opt import *  # noqa: F403
     from distaff.models.roberta import *  # noqa: F403
     from distaff.models.t5 import *  # noqa: F403
     from distaff.pipelines import pipeline as pipeline

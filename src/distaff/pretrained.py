@@ -21,6 +21,7 @@ from distaff.core.precision import cast_floating, cast_shapes, dtype_of, is_floa
 from distaff.core.tree import Tree, flatten, unflatten
 from distaff.hub import open_checkpoint, push_folder, resolve, save_msgpack, save_safetensors
 from distaff.loading import FamilyNames, LoadingReport, configure, is_untied, load_params, random_params
+from distaff.resizing import resize_token_embeddings
 from distaff.weights import Leaf, Row, Tie, decays, generic_rows, leaves, tensors_to_write, unstacked_shapes
 
 logger = logging.getLogger(__name__)
@@ -179,6 +180,8 @@ class FlaxPreTrainedModel:
         shapes = flatten(self.params_shape_tree)
         table = self._table or leaves(generic_rows(self.params_shape_tree))
         return {path: param_sharding(mesh, shapes[path].shape, leaf.axes) for path, leaf in table.items()}
+
+    resize_token_embeddings = resize_token_embeddings
 
     def num_params(self, params: Tree | None = None) -> int:
         """Return how many numbers the parameters hold."""

@@ -6,14 +6,10 @@ A family's test file names what it has and inherits the rest:
         family = "bert"
         base, masked_lm, classifier = "model", "masked_lm", "classification"
 
-Case names are those of `golden/make.py`. A check that asks for `case` runs on every golden case of the family.
+Case names are those of `golden/make.py`. A check that asks for `case` runs on every golden case of the family. What all
+families share stands in `files.py`, `loading.py`, `numbers.py` and `usage.py`; `encoder.py` and `causal.py` add what
+encoders and decoders have.
 """
 
-from battery.files import FileChecks
-from battery.loading import LoadingChecks
-from battery.numbers import NumberChecks
-from battery.usage import UsageChecks
-
-
-class Battery(FileChecks, LoadingChecks, NumberChecks, UsageChecks):
-    """Everything."""
+from battery.causal import CausalBattery as CausalBattery
+from battery.encoder import Battery as Battery

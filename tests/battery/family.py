@@ -30,10 +30,9 @@ def config_of(case: golden.Case, **fields: Any) -> Any:
     return transformers.AutoConfig.for_model(config.pop("model_type"), **config)
 
 
-def one_layer(case: golden.Case, *, config: dict[str, Any] | None = None, **options: Any) -> Any:
-    """Return a random model of the case's class with one layer: what compiles fast and still computes something."""
-    shallow = {"num_hidden_layers": 1, "initializer_range": 0.2, **(config or {})}
-    return model_class(case)(config_of(case, **shallow), **options)
+def layers_of(case: golden.Case) -> int:
+    """Return the number of layers, however the case's config calls it."""
+    return config_of(case).num_hidden_layers
 
 
 def tensor_inputs(run: golden.Run) -> dict[str, np.ndarray]:
@@ -54,10 +53,10 @@ def flat_outputs(outputs: Any) -> dict[str, np.ndarray]:
 
 def assert_parity(case: golden.Case, model: Any) -> None:
     """Fail unless `model` answers every run of `case` as PyTorch did."""
-    compared = 0
+    compared, layers = 0, layers_of(case)
     for name, run in case.runs.items():
         wanted = run.outputs
-        if not wanted:
+        if not wanted or "sequences" in wanted:  # what is generated is no answer of one call
             continue
         outputs = model(
             **tensor_inputs(run),
@@ -66,7 +65,7 @@ def assert_parity(case: golden.Case, model: Any) -> None:
         )
         found = flat_outputs(outputs)
         for key, expected in wanted.items():
-            near = key == "hidden_states/0" or case.config["num_hidden_layers"] == 1
+            near = key == "hidden_states/0" or layers == 1
             message = f"{case.id}, run {name}, {key}"
             assert found[key].shape == expected.shape, message
             np.testing.assert_allclose(found[key], expected, rtol=0, atol=CLOSE if near else TOLERANCE, err_msg=message)
@@ -106,13 +105,24 @@ class Common:
     """The golden cases of one family, its folders and models."""
 
     family: ClassVar[str]
+    # Names of cases: the base model, one with logits `[batch, length, vocab]`, and one whose head is not of the base.
     base: ClassVar[str]
-    masked_lm: ClassVar[str]
-    classifier: ClassVar[str]
+    lm: ClassVar[str]
+    headed: ClassVar[str]
     # A row padded on the left gives what it gives without padding, with no position_ids passed.
     left_padding_is_free: ClassVar[bool] = False
     # Fields of a config that the family refuses.
-    refused: ClassVar[tuple[dict[str, Any], ...]] = ({"hidden_act": "no_such_activation"},)
+    refused: ClassVar[tuple[dict[str, Any], ...]] = ()
+    # PyTorch's names of two tensors of layer `{}`; fields that name dropout rates, the first that of attention; and
+    # configs: of one layer, of many parameters with deviation 0.03, of more than 4e9 parameters.
+    layer_bias: ClassVar[str]
+    layer_weight: ClassVar[str]
+    dropout: ClassVar[tuple[str, ...]]
+    shallow: ClassVar[dict[str, Any]]
+    wide: ClassVar[dict[str, Any]]
+    huge: ClassVar[dict[str, Any]]
+    # By the end of a parameter's path, the factor on the deviation of its random weights where it is not 1.
+    deviations: ClassVar[dict[str, float]] = {}
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -125,6 +135,10 @@ class Common:
         if "graded_case" in metafunc.fixturenames:
             graded = {name: case for name, case in self.cases.items() if case.gradients}
             metafunc.parametrize("graded_case", graded.values(), ids=list(graded))
+        if "lm_or_headed" in metafunc.fixturenames:
+            metafunc.parametrize("lm_or_headed", sorted({self.lm, self.headed}))
+        if "dropout_field" in metafunc.fixturenames:
+            metafunc.parametrize("dropout_field", [None, *self.dropout])
         if "old_folder" in metafunc.fixturenames:
             old = sorted((golden.GOLDEN / "msgpack").glob(f"{self.family}-*"))
             metafunc.parametrize("old_folder", old, ids=[folder.name for folder in old])
@@ -143,8 +157,16 @@ class Common:
         return Path(kept) if kept else tmp_path
 
     def gradient_case(self) -> tuple[golden.Case, golden.Run]:
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         return case, case.runs["gradient"]
+
+    def first_position(self, case: golden.Case) -> int:
+        """The position of a row's first real token."""
+        return 0
+
+    def one_layer(self, case: golden.Case, *, config: dict[str, Any] | None = None, **options: Any) -> Any:
+        """Return a random model of the case's class with one layer: what compiles fast and still computes something."""
+        return model_class(case)(config_of(case, **{**self.shallow, **(config or {})}), **options)
 
 
 class Store:

@@ -10,9 +10,9 @@ from battery.family import (
     Common,
     assert_trees_equal,
     flat_outputs,
+    layers_of,
     loss_and_gradients,
     model_class,
-    one_layer,
     tensor_inputs,
 )
 from distaff.core.mesh import make_mesh
@@ -43,16 +43,15 @@ class NumberChecks(Common):
     def test_left_padding_with_positions_changes_nothing(self, store):
         case = self.cases[self.base]
         model, inputs = store.model(case), tensor_inputs(case.runs["mixed"])
-        first = case.config["pad_token_id"] + 1 if self.left_padding_is_free else 0
         real = inputs["attention_mask"][2].astype(bool)
-        positions = np.maximum(np.cumsum(inputs["attention_mask"], axis=1) - 1, 0) + first
+        positions = np.maximum(np.cumsum(inputs["attention_mask"], axis=1) - 1, 0) + self.first_position(case)
         padded = model(**inputs, position_ids=positions).last_hidden_state[2][real]
         alone = model(**row_of(inputs, 2)).last_hidden_state[0]
         np.testing.assert_allclose(padded, alone, rtol=0, atol=CLOSE)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_empty_row_is_finite_and_harmless(self, dtype, store):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         model, run = store.model(case, dtype=dtype), self.cases[self.base].runs["empty_row"]
         inputs = tensor_inputs(run)
         assert not inputs["attention_mask"][1].any()
@@ -67,7 +66,7 @@ class NumberChecks(Common):
             np.testing.assert_allclose(logits[[0, 2]], without, rtol=0, atol=CLOSE)
 
     def test_bfloat16_compute_is_close(self, store):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         model = store.model(case, dtype=jnp.bfloat16)
         assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype(jnp.float32)}
         run = case.runs["mixed"]
@@ -77,7 +76,7 @@ class NumberChecks(Common):
         assert 1e-5 < error < 5e-2
 
     def test_casting(self, store):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         model = store.model(case)
         mask = jax.tree_util.tree_map_with_path(lambda path, _: "kernel" in str(path[-1]), model.params)
         for cast, dtype in ((model.to_bf16, jnp.bfloat16), (model.to_fp16, jnp.float16)):
@@ -89,7 +88,7 @@ class NumberChecks(Common):
     def test_remat_changes_nothing(self):
         """With dropout: what is computed again in the backward pass draws the same masks again."""
         case, run = self.gradient_case()
-        plain, remat = one_layer(case), one_layer(case, gradient_checkpointing=True)
+        plain, remat = self.one_layer(case), self.one_layer(case, gradient_checkpointing=True)
         self.assert_same_gradients(plain, remat, run, train=True, dropout_rng=jax.random.key(0))
 
         def program(model):
@@ -105,7 +104,7 @@ class NumberChecks(Common):
     def test_scan_changes_nothing(self, remat, store, tmp_path):
         case, run = self.gradient_case()
         plain, scan = store.model(case), store.model(case, scan_layers=True, gradient_checkpointing=remat)
-        layers = case.config["num_hidden_layers"]
+        layers = layers_of(case)
         assert len(flatten(scan.params)) < len(flatten(plain.params))
         assert any(leaf.shape[0] == layers for leaf in jax.tree.leaves(scan.params))
         options = {"output_hidden_states": True, "output_attentions": True}

@@ -58,7 +58,8 @@ def _generator(text: str) -> np.random.Generator:
 def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return the weight called `name`; nothing in it stands at its neutral value."""
     values = _generator(name).normal(size=shape)
-    values = 1 + 0.1 * values if re.search(r"layer_?norm\.weight$", name, re.IGNORECASE) else 0.2 * values
+    is_scale = re.search(r"(layer_?norm|ln_\w)\.weight$", name, re.IGNORECASE)
+    values = 1 + 0.1 * values if is_scale else 0.2 * values
     return values.astype(np.float32)
 
 

@@ -1,12 +1,13 @@
 """Make real `flax_model.msgpack` folders with the Flax classes of Transformers 4 from golden cases.
 
-    python tests/golden/make_msgpack.py    # writes msgpack/FAMILY-CASE/{config.json,flax_model.msgpack}
+    python tests/golden/make_msgpack.py [FAMILY ...]    # writes msgpack/FAMILY-CASE/{config.json,flax_model.msgpack}
 
 Run it where transformers 4.57, flax 0.12.6 and jax 0.9.2 are installed, the last that run those classes whole. The
 answers to compare with are those of the golden case that the weights come from.
 """
 
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -15,7 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import transformers
 
-MADE = {"bert": ("tiny_masked_lm", "tiny_pretraining"), "roberta": ("tiny_masked_lm", "tiny_classification")}
+MADE = {
+    "bert": ("tiny_masked_lm", "tiny_pretraining"),
+    "roberta": ("tiny_masked_lm", "tiny_classification"),
+    "gpt2": ("tiny_causal_lm",),
+    "gpt_neo": ("tiny_causal_lm",),
+    "opt": ("tiny_causal_lm",),
+}
 # Also stored with every parameter in bfloat16, as `to_bf16` and `save_pretrained` left it.
 IN_BFLOAT16 = "bert-tiny_masked_lm"
 
@@ -48,7 +55,7 @@ def save(model, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    for family, names in MADE.items():
+    for family in sys.argv[1:] or MADE:
         stored = golden.read(family)
-        for name in names:
+        for name in MADE[family]:
             make(stored[name])

@@ -40,6 +40,8 @@ FAMILIES: dict[str, Family] = {
     "mbart": Family("mbart", "MBart", _BART_HEADS),
     "mt5": Family("t5", "MT5", _T5_HEADS),
     "t5": Family("t5", "T5", _T5_HEADS),
+    "gpt_neo": Family("gpt_neo", "GPTNeo", ("Model", "ForCausalLM")),
+    "opt": Family("opt", "OPT", ("Model", "ForCausalLM")),
     "xlm-roberta": Family("roberta", "XLMRoberta", _ROBERTA_HEADS),
 }
 

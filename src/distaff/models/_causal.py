@@ -18,7 +18,7 @@ from distaff.nn.mask import bias_of, causal_mask, padding_mask
 from distaff.nn.vocabulary import Projection
 
 
-def causal_bias(hidden: jax.Array, attention_mask: jax.Array | None, cache: Cache | None) -> jax.Array | None:
+def causal_bias(hidden: jax.Array, attention_mask: jax.Array | None, cache: Cache | None) -> jax.Array:
     """Return the bias on scores `[batch or 1, 1, length, keys]`; `attention_mask` is `[batch, keys]`."""
     padding = None if attention_mask is None else padding_mask(attention_mask)
     mask = causal_mask(hidden, cache)

@@ -58,16 +58,18 @@ def check_fields(
         logger.warning("%s: nothing here reads %s; the model is built without.", type(config).__name__, listed(unknown))
 
 
-def check_activation(name: Any) -> None:
-    """Raise `ConfigError` for an activation that `nn.act` does not have."""
+def check_activation(name: Any, field: str = "hidden_act") -> None:
+    """Raise `ConfigError` for an activation, the config's `field`, that `nn.act` does not have."""
     if name not in ACTIVATIONS:
-        raise ConfigError(f"hidden_act={name!r} is not implemented: use one of {', '.join(ACTIVATIONS)}.")
+        raise ConfigError(f"{field}={name!r} is not implemented: use one of {', '.join(ACTIVATIONS)}.")
 
 
-def check_heads(hidden_size: int, num_heads: int) -> None:
-    """Raise `ConfigError` unless the heads share the hidden size evenly."""
+def check_heads(
+    hidden_size: int, num_heads: int, fields: tuple[str, str] = ("hidden_size", "num_attention_heads")
+) -> None:
+    """Raise `ConfigError` unless the heads share the hidden size evenly; `fields` are what the config calls the two."""
     if hidden_size % num_heads:
-        raise ConfigError(f"hidden_size={hidden_size} does not divide into num_attention_heads={num_heads}.")
+        raise ConfigError(f"{fields[0]}={hidden_size} does not divide into {fields[1]}={num_heads}.")
 
 
 def check_ids(name: str, ids: Any, size: int, size_name: str) -> None:
@@ -82,10 +84,16 @@ def check_ids(name: str, ids: Any, size: int, size_name: str) -> None:
         raise DataError(f"{name} must be whole numbers, not {array.dtype}: pass the tokenizer's ids, as int32.")
     outside = (array < 0) | (array >= size)
     if outside.any():
+        remedy = "does the tokenizer belong to this model?"
+        if size_name == "vocab_size":
+            remedy = (
+                "load the model's own tokenizer, pad with a token that it has "
+                "(tokenizer.pad_token = tokenizer.eos_token), or call model.resize_token_embeddings(len(tokenizer))."
+            )
         where = tuple(int(index) for index in np.argwhere(outside)[0])
         raise DataError(
             f"{name}{list(where)} is {int(array[where])}, and {size_name} is {size}: "
-            f"{int(outside.sum())} such ids; does the tokenizer belong to this model?"
+            f"{int(outside.sum())} such ids; {remedy}"
         )
 
 

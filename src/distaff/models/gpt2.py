@@ -23,18 +23,17 @@ from distaff.weights import Row, Tie, conv1d, embedding, linear, norm, prefixed,
 CONSUMED = frozenset(
     "vocab_size n_positions n_embd n_layer n_head n_inner activation_function resid_pdrop embd_pdrop attn_pdrop "
     "layer_norm_epsilon initializer_range scale_attn_weights scale_attn_by_inverse_layer_idx "
-    "tie_word_embeddings".split()
+    "reorder_and_upcast_attn tie_word_embeddings".split()
 )
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "is_encoder_decoder": (False,),
     "pruned_heads": ({}, None),
 }
-# The summary_* fields belong to a head that is not among ours; scores are float32 here whatever
-# reorder_and_upcast_attn says.
+# The summary_* fields belong to a head that is not among ours.
 WITHOUT_EFFECT = (
-    "pad_token_id is_decoder reorder_and_upcast_attn summary_type summary_use_proj summary_activation "
-    "summary_proj_to_labels summary_first_dropout n_ctx"
+    "pad_token_id is_decoder summary_type summary_use_proj summary_activation summary_proj_to_labels "
+    "summary_first_dropout n_ctx"
 ).split()
 
 
@@ -99,7 +98,11 @@ class GPT2Module(nn.Module):
             "dropout_rate": config.resid_pdrop,
             "attention_dropout_rate": config.attn_pdrop,
             "initializer_range": config.initializer_range,
-            "attention_fields": {"fused": True, "head_dim": config.n_embd // config.n_head},
+            "attention_fields": {
+                "fused": True,
+                "head_dim": config.n_embd // config.n_head,
+                "float32_scores": config.reorder_and_upcast_attn,
+            },
             "scale_weights": config.scale_attn_weights,
             "scale_by_inverse_index": config.scale_attn_by_inverse_layer_idx,
             **dtypes,
@@ -172,8 +175,8 @@ class FlaxGPT2PreTrainedModel(FlaxCausalModel):
     def check_config(cls, config) -> None:
         """Raise `ConfigError` for what is not implemented."""
         check_fields(config, consumed=CONSUMED, allowed=ALLOWED, without_effect=WITHOUT_EFFECT)
-        check_activation(config.activation_function)
-        check_heads(config.n_embd, config.n_head)
+        check_activation(config.activation_function, "activation_function")
+        check_heads(config.n_embd, config.n_head, ("n_embd", "n_head"))
 
     @classmethod
     def base_rows(cls, config) -> list[Row]:

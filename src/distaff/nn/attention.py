@@ -23,7 +23,7 @@ class Attention(nn.Module):
 
     head_dim: width of a head, by default `embed / num_heads`. scale: factor on the scores, by default
     `head_dim ** -0.5`. use_bias: of the projections of queries, keys and values; out_bias: of that back to `embed`.
-    fused: one projection "qkv" instead of "query", "key" and "value".
+    fused: one projection "qkv" instead of "query", "key" and "value". float32_scores: see `attend`.
     """
 
     num_heads: int
@@ -34,6 +34,7 @@ class Attention(nn.Module):
     use_bias: bool = True
     out_bias: bool = True
     fused: bool = False
+    float32_scores: bool = False
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
 
@@ -92,6 +93,7 @@ class Attention(nn.Module):
             bias=bias,
             scale=scale,
             dropout=nn.Dropout(self.dropout_rate, deterministic=deterministic),
+            float32_scores=self.float32_scores,
         )
         context = context.swapaxes(1, 2).reshape(*hidden.shape[:-1], width)
         return Attended(project(context, "out", embed, self.out_bias), weights, used)

@@ -67,6 +67,10 @@ class TransformerLayer(nn.Module):
         """Return the factor on the scores of layer `number`, None for the usual one; a family may say otherwise."""
         return None
 
+    def attention_bias(self, shared: LayerInputs, number: jax.Array | int) -> jax.Array | None:
+        """Return the bias on the scores of layer `number`, the one of all layers; a family may say otherwise."""
+        return shared.bias
+
     @nn.compact
     def __call__(
         self, hidden: jax.Array, shared: LayerInputs, own: LayerOwn, deterministic: bool
@@ -92,7 +96,7 @@ class TransformerLayer(nn.Module):
         own_norm = norm("attention_norm")
         attended = attention("attention")(
             enter(own_norm),
-            shared.bias,
+            self.attention_bias(shared, own.number),
             deterministic=deterministic,
             kept=own.cache.own if own.cache else None,
             start=shared.start,

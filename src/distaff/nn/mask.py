@@ -1,5 +1,7 @@
 """Boolean masks, and the one place that turns them into a bias on attention scores."""
 
+from typing import overload
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,16 +18,19 @@ def padding_mask(attention_mask: jax.Array) -> jax.Array:
     return mask[:, None] if mask.ndim == 3 else mask[:, None, None]
 
 
-def causal_mask(hidden: jax.Array, cache: Cache | None = None) -> jax.Array:
-    """Return `[1, 1, length, keys]` booleans for `hidden` `[batch, length, embed]`: keys up to the query.
+def causal_mask(hidden: jax.Array, cache: Cache | None = None, *, window: int | None = None) -> jax.Array:
+    """Return `[1, 1, length, keys]` booleans for `hidden` `[batch, length, ...]`: keys up to the query.
 
-    The keys are those of `hidden`, or the slots of `cache`, behind whose filled ones `hidden` stands.
+    The keys are those of `hidden`, or the slots of `cache`, behind whose filled ones `hidden` stands. With `window`,
+    the last so many of them, the query's own among them.
     """
     length = hidden.shape[1]
     shape = (1, 1, length, length if cache is None else cache.slots)
     # Comparison of iotas, not a slice of a big mask: it exports with a free length.
     queries, keys = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (2, 3))
-    return keys <= (queries if cache is None else queries + cache.filled)
+    queries = queries if cache is None else queries + cache.filled
+    mask = keys <= queries
+    return mask if window is None else mask & (keys > queries - window)
 
 
 def combine(*masks: jax.Array | None) -> jax.Array | None:
@@ -39,6 +44,10 @@ def combine(*masks: jax.Array | None) -> jax.Array | None:
     return total
 
 
+@overload
+def bias_of(mask: jax.Array, dtype) -> jax.Array: ...
+@overload
+def bias_of(mask: jax.Array | None, dtype) -> jax.Array | None: ...
 def bias_of(mask: jax.Array | None, dtype) -> jax.Array | None:
     """Return 0 where `mask` holds and the lowest finite number elsewhere.
 

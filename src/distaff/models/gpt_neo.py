@@ -1,0 +1,230 @@
+"""GPT-Neo (Black et al. 2021, https://doi.org/10.5281/zenodo.5297715)."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from transformers import GPTNeoConfig
+
+from distaff.core.errors import ConfigError
+from distaff.models import _causal as causal
+from distaff.models._causal import FlaxCausalModel, causal_bias, next_positions
+from distaff.models._family import check_activation, check_fields, check_heads
+from distaff.models._outputs import FlaxBaseModelOutputWithPast
+from distaff.nn.cache import Cache, advance
+from distaff.nn.embed import embedding as embedding_table
+from distaff.nn.layer import LayerInputs, TransformerLayer
+from distaff.nn.mask import bias_of, causal_mask
+from distaff.nn.norm import layer_norm
+from distaff.nn.stack import Stack
+from distaff.weights import Row, Tie, embedding, linear, norm, prefixed, repeated
+
+# What the config means.
+
+CONSUMED = frozenset(
+    "vocab_size max_position_embeddings hidden_size num_layers num_heads attention_types attention_layers "
+    "intermediate_size window_size activation_function resid_dropout embed_dropout attention_dropout "
+    "layer_norm_epsilon initializer_range tie_word_embeddings".split()
+)
+ALLOWED: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,), "pruned_heads": ({}, None)}
+# classifier_dropout and the summary_* fields of old files belong to heads that are not among ours.
+WITHOUT_EFFECT = (
+    "pad_token_id is_decoder classifier_dropout summary_type summary_use_proj summary_activation "
+    "summary_proj_to_labels summary_first_dropout"
+).split()
+
+
+def inner_size(config) -> int:
+    """Return the width of the feed-forward blocks."""
+    return config.intermediate_size if config.intermediate_size is not None else 4 * config.hidden_size
+
+
+# The model.
+
+
+def global_and_local_bias(
+    hidden: jax.Array, attention_mask: jax.Array | None, cache: Cache | None, window: int
+) -> jax.Array:
+    """Return the biases of global and of local layers, `[2, batch or 1, 1, length, keys]`.
+
+    A local layer sees the last `window` keys, the query's own among them. Two lowest numbers add up to -inf where a
+    key is both out of sight and padded: a query that sees padding alone attends to what is in sight of it, as in
+    PyTorch, and its own key always is.
+    """
+    sight = jnp.stack([causal_mask(hidden, cache), causal_mask(hidden, cache, window=window)])
+    return bias_of(sight, jnp.float32) + causal_bias(hidden, attention_mask, cache)[None]
+
+
+class GPTNeoLayer(TransformerLayer):
+    """A pre-norm layer that is global or local; `local` says for each number which."""
+
+    local: tuple[bool, ...] = ()
+
+    def attention_bias(self, shared: LayerInputs, number: jax.Array | int) -> jax.Array | None:
+        """Return the bias of the layer's kind out of the two in `shared`."""
+        assert shared.bias is not None
+        return shared.bias[jnp.asarray(self.local, jnp.int32)[number]]
+
+
+class GPTNeoModule(nn.Module):
+    """Word and position embeddings, pre-norm layers of two kinds, and a norm at the end."""
+
+    config: Any
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+    gradient_checkpointing: bool = False
+    scan_layers: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array | None = None,
+        position_ids: jax.Array | None = None,
+        past_key_values: Cache | None = None,
+        *,
+        deterministic: bool = True,
+        output_attentions: bool = False,
+        output_hidden_states: bool = False,
+    ) -> FlaxBaseModelOutputWithPast:
+        """Read `input_ids` and `position_ids` `[batch, length]`; `attention_mask` is `[batch, keys]`."""
+        config, cache = self.config, past_key_values
+        dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        tables = {"initializer_range": config.initializer_range, **dtypes}
+        words = embedding_table(config.vocab_size, config.hidden_size, **tables, name="wte")
+        positions = embedding_table(config.max_position_embeddings, config.hidden_size, **tables, name="wpe")
+        if position_ids is None:
+            position_ids = next_positions(input_ids, cache)
+        hidden = words(input_ids) + positions(position_ids)  # [batch, length, embed]
+        hidden = nn.Dropout(config.embed_dropout)(hidden, deterministic=deterministic)
+        layer_fields = {
+            "num_heads": config.num_heads,
+            "intermediate_size": inner_size(config),
+            "activation": config.activation_function,
+            "norm_eps": config.layer_norm_epsilon,
+            "norm_order": "pre",
+            "dropout_rate": config.resid_dropout,
+            "attention_dropout_rate": config.attention_dropout,
+            "initializer_range": config.initializer_range,
+            # Scores are not scaled: the initialisation of Mesh TensorFlow, where GPT-Neo was trained, did it once.
+            "attention_fields": {"use_bias": False, "scale": 1.0, "float32_scores": True},
+            "local": tuple(kind == "local" for kind in config.attention_layers),
+            **dtypes,
+        }
+        bias = global_and_local_bias(hidden, attention_mask, cache, config.window_size)
+        flags = (self.gradient_checkpointing, self.scan_layers)
+        outputs = Stack(GPTNeoLayer, layer_fields, config.num_layers, *flags, name="h")(
+            hidden,
+            LayerInputs(bias, start=None if cache is None else cache.filled),
+            None if cache is None else cache.layers,
+            deterministic=deterministic,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        last = layer_norm(eps=config.layer_norm_epsilon, **dtypes, name="ln_f")(outputs.last)
+        states = outputs.hidden_states
+        return FlaxBaseModelOutputWithPast(
+            last,
+            advance(cache, outputs.caches, input_ids.shape[1]),
+            None if states is None else (*states[:-1], last),
+            outputs.attentions,
+        )
+
+
+class GPTNeoForCausalLMModule(causal.ForCausalLM):
+    """`ForCausalLM` on GPT-Neo."""
+
+    base_class = GPTNeoModule
+    base_name = "transformer"
+    table_path = ("wte", "embedding")
+
+
+# Rows.
+
+
+def gpt_neo_rows(config) -> list[Row]:
+    """Rows of the base model."""
+    projections = [
+        row
+        for name in ("query", "key", "value")
+        for row in linear(
+            f"h.{{i}}.attn.attention.{name[0]}_proj", f"h/{{i}}/attention/{name}", ("embed", "heads"), bias=False
+        )
+    ]
+    return [
+        *embedding("wte", "wte", ("vocab", "embed")),
+        *embedding("wpe", "wpe", (None, "embed")),
+        *repeated(
+            config.num_layers,
+            [
+                *norm("h.{i}.ln_1", "h/{i}/attention_norm"),
+                *projections,
+                *linear("h.{i}.attn.attention.out_proj", "h/{i}/attention/out", ("heads", "embed")),
+                *norm("h.{i}.ln_2", "h/{i}/mlp_norm"),
+                *linear("h.{i}.mlp.c_fc", "h/{i}/mlp/up", ("embed", "mlp")),
+                *linear("h.{i}.mlp.c_proj", "h/{i}/mlp/down", ("mlp", "embed")),
+            ],
+        ),
+        *norm("ln_f", "ln_f"),
+    ]
+
+
+# Public names.
+
+
+class FlaxGPTNeoPreTrainedModel(FlaxCausalModel):
+    """What the GPT-Neo classes share."""
+
+    config_class: ClassVar[Any] = GPTNeoConfig
+    base_model_prefix = "transformer"
+    # Buffers that old versions of Transformers saved.
+    ignored_keys = (r"(^|\.)h\.\d+\.attn\.attention\.(bias|masked_bias)$",)
+
+    @classmethod
+    def check_config(cls, config) -> None:
+        """Raise `ConfigError` for what is not implemented."""
+        check_fields(config, consumed=CONSUMED, allowed=ALLOWED, without_effect=WITHOUT_EFFECT)
+        check_activation(config.activation_function, "activation_function")
+        check_heads(config.hidden_size, config.num_heads, ("hidden_size", "num_heads"))
+        kinds = config.attention_layers
+        if len(kinds) != config.num_layers or not {"global", "local"}.issuperset(kinds):
+            raise ConfigError(
+                f"attention_layers={list(kinds)!r} with num_layers={config.num_layers}: name 'global' or 'local' for "
+                "each layer."
+            )
+
+    @classmethod
+    def base_rows(cls, config) -> list[Row]:
+        """Rows of the base model, without its prefix."""
+        return gpt_neo_rows(config)
+
+    @classmethod
+    def rows(cls, module) -> list[Row]:
+        """Rows of all parameters of `module`."""
+        return gpt_neo_rows(module.config)
+
+
+class FlaxGPTNeoModel(FlaxGPTNeoPreTrainedModel):
+    """The decoder: hidden states."""
+
+    module_class = GPTNeoModule
+
+
+class FlaxGPTNeoForCausalLM(FlaxGPTNeoPreTrainedModel):
+    """Causal language modeling."""
+
+    module_class = GPTNeoForCausalLMModule
+
+    @classmethod
+    def rows(cls, module) -> list[Row]:
+        """Rows of the base model under its prefix, and of a head that is not tied."""
+        rows = prefixed(cls.base_model_prefix, gpt_neo_rows(module.config))
+        if not module.config.tie_word_embeddings:
+            rows += linear("lm_head", "lm_head", ("embed", "vocab"), bias=False, required=False)
+        return rows
+
+    @classmethod
+    def ties(cls, config) -> tuple[Tie, ...]:
+        """The head repeats the word embeddings."""
+        return (Tie("lm_head.weight", "transformer.wte.weight"),)
