@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 # Configs, vocabularies, SentencePiece models, chat templates.
 COMPANIONS = (".json", ".txt", ".model", ".jinja")
 # Hidden files hold caches and, in project folders, secrets.
-NOT_PUSHED = ("checkpoints/*", "*.tmp", ".*", "*/.*", "*__pycache__/*", "wandb/*")
+NOT_PUSHED = ("checkpoints/*", "checkpoints-left-behind/*", "*.tmp", ".*", "*/.*", "*__pycache__/*", "wandb/*")
 
 
 def resolve(
