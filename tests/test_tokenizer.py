@@ -2,10 +2,12 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer, HfArgumentParser
 
+from distaff.cli import main
 from distaff.core.errors import DataError, UsageError
 from distaff.data.masking import special_ids
 from distaff.tasks.tokenizer import RECIPES, TokenizerFlags, run
@@ -128,6 +130,24 @@ def test_flags_from_a_command_line():
     assert flags == TokenizerFlags(output_dir="d", train_file="a.txt", algorithm="unigram", lowercase=True)
     with pytest.raises(SystemExit):
         parser.parse_args_into_dataclasses(["--output_dir", "d", "--algorithm", "morse"])
+
+
+def test_what_the_trainer_cannot_do_is_one_sentence(corpus, tmp_path, capsys):
+    words = ["tokenizer", "train", "--train_file", str(corpus), "--algorithm", "unigram", "--vocab_size", "7"]
+    assert main([*words, "--output_dir", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "unigram trainer cannot make 7 tokens" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(("name", "words"), [("", "--output_dir is empty"), ("file", "is a file")])
+def test_folders_that_cannot_be_written_to(corpus, tmp_path, capsys, monkeypatch, name, words):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("mine")
+    for command in (["tokenizer", "train", "--train_file", str(corpus)], ["config", "create", "--model_type", "bert"]):
+        assert main([*command, "--output_dir", name]) == 2
+        assert words in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_what_is_refused(corpus, tmp_path):

@@ -94,7 +94,7 @@ class TextStream:
         self._content, self._held_out = mark(first), first[:num_eval_samples]
         if len(self._held_out) < num_eval_samples:
             raise DataError(
-                f"There are only {len(self._held_out)} texts to stream, and --num_eval_samples takes the first "
+                f"The stream has only {len(self._held_out)} texts, and --num_eval_samples takes the first "
                 f"{num_eval_samples}: lower it."
             )
         self._source, self._excluded = self._training_texts(texts)

@@ -47,7 +47,7 @@ def load_config(flags: ModelFlags, tokenizer, token: str | None = None):
         folder = resolve(name, weights=False, token=token, revision=flags.model_revision)
         try:
             config = AutoConfig.from_pretrained(folder)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # each config class raises its own
             raise CheckpointError(f"'{name}' holds no config that opens: {_first_line(error)}") from error
     elif flags.model_type is None:
         raise UsageError("There is no model: give --model_name_or_path, --config_name or --model_type.")
@@ -82,7 +82,7 @@ def override(config, text: str) -> None:
     """Change `config` by `name=value,...`; each value is read as the type that the field has."""
     try:
         config.update_from_string(text)
-    except (ValueError, AttributeError) as error:
+    except Exception as error:  # each config class raises its own
         raise UsageError(f"--config_overrides '{text}' does not fit the config: {_first_line(error)}.") from error
 
 
@@ -242,4 +242,4 @@ def _logged(folder: Path) -> list[dict[str, Any]]:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".")
+    return " ".join(str(error).split()).rstrip(".")

@@ -103,11 +103,11 @@ def check_optimizer(config: OptimizerConfig) -> None:
             f"lr_scheduler_type '{config.lr_scheduler_type}' is not known: choose one of {', '.join(SCHEDULES)}."
         )
     limits = {
-        "learning_rate": (0 <= config.learning_rate < math.inf, "finite, and zero or more"),
-        "weight_decay": (0 <= config.weight_decay < math.inf, "finite, and zero or more"),
+        "learning_rate": (0 <= config.learning_rate < math.inf, "zero or more, and finite"),
+        "weight_decay": (0 <= config.weight_decay < math.inf, "zero or more, and finite"),
         "adam_beta1": (0 <= config.adam_beta1 < 1, "at least 0 and below 1"),
         "adam_beta2": (0 <= config.adam_beta2 < 1, "at least 0 and below 1"),
-        "adam_epsilon": (0 < config.adam_epsilon < math.inf, "finite, and above zero"),
+        "adam_epsilon": (0 < config.adam_epsilon < math.inf, "above zero, and finite"),
         "max_grad_norm": (config.max_grad_norm is None or config.max_grad_norm > 0, "above zero, or None"),
     }
     for name, (holds, expected) in limits.items():

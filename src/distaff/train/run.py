@@ -175,7 +175,7 @@ class Run:
         if self.compilations["train_step"] > self.compilations_told:
             self.compilations_told = self.compilations["train_step"]
             logger.warning(
-                "The train step was compiled %d times: the shapes of the batches change; pad them to few lengths.",
+                "The train step was compiled %d times: each shape of the batches costs a compilation.",
                 self.compilations_told,
             )
 
