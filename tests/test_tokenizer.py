@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer, HfArgumentParser
 
 from distaff.cli import main
-from distaff.core.errors import DataError, UsageError
+from distaff.core.errors import DataError, DistaffError, UsageError
 from distaff.data.masking import special_ids
 from distaff.tasks.tokenizer import RECIPES, TokenizerFlags, run
 from text_cases import reference_lines
@@ -161,7 +161,8 @@ def test_what_is_refused(corpus, tmp_path):
     refuse("--vocab_size 100 is too small: .* are 261", vocab_size=100)
     refuse("one of --train_file and --dataset_name", train_file=None)
     refuse("no file", DataError, train_file=str(tmp_path / "none.txt"))
-    refuse("cannot be written", output_dir=str(corpus))
+    refuse("is a file: name a folder", output_dir=str(corpus))
+    refuse("cannot be written", DistaffError, output_dir=str(corpus / "in a file"))
     run(TokenizerFlags(output_dir=str(tmp_path / "out"), train_file=str(corpus), vocab_size=300))
     refuse("holds a tokenizer already")
     run(

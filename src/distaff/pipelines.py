@@ -44,6 +44,8 @@ class FillMaskPipeline:
             folder = resolve(str(model), **settings)
             tokenizer = tokenizer or open_tokenizer(folder)
             model = FlaxAutoModelForMaskedLM.from_pretrained(folder)
+        elif settings:
+            raise UsageError(f"The model is loaded already: leave {' and '.join(settings)} out.")
         if tokenizer is None:
             raise UsageError("A model object needs its tokenizer: pass tokenizer=...")
         if tokenizer.mask_token_id is None:

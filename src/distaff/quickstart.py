@@ -188,12 +188,13 @@ def masked_sentences(texts: list[str], tokenizer, *, count: int) -> list[tuple[s
 
 def what_is_there(folder: Path) -> str:
     """Return what an earlier run left, and how to go on."""
-    steps = sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit())
+    steps = complete_steps(folder / CHECKPOINTS)
     state = f"checkpoints of the steps {', '.join(map(str, steps))}" if steps else "no checkpoint"
     done = (folder / "model.safetensors").exists()
-    return (
-        f"{folder} already holds a run: {state}, {'and the finished model' if done else 'and no finished model'}.\n"
-        f"  try it:     distaff predict fill-mask {folder} 'The value of the <mask> is returned.'\n"
-        f"  go on:      distaff quickstart --output_dir {folder} --resume_from_checkpoint\n"
-        f"  start anew: distaff quickstart --output_dir {folder} --overwrite_output_dir"
+    again = f"distaff quickstart --output_dir {folder}"
+    lines = [f"{folder} already holds a run: {state}, {'and the finished model' if done else 'and no finished model'}."]
+    lines += (
+        [f"  try it:     distaff predict fill-mask {folder} 'The value of the <mask> is returned.'"] if done else []
     )
+    lines += [f"  go on:      {again} --resume_from_checkpoint"] if steps else []
+    return "\n".join([*lines, f"  start anew: {again} --overwrite_output_dir"])

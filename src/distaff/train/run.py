@@ -14,7 +14,7 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from distaff.core.errors import DistaffError
+from distaff.core.errors import DataError, DistaffError
 from distaff.core.tree import Tree
 from distaff.train.checkpoint import Checkpoints
 from distaff.train.config import LoopConfig
@@ -104,7 +104,7 @@ class Run:
                         break
             except Exception as error:
                 # Processes save together, and the others know nothing of this one's data.
-                if error is prefetch.error and jax.process_count() == 1:
+                if (error is prefetch.error or isinstance(error, DataError)) and jax.process_count() == 1:
                     self._save_last(first)
                     if self.saved_step is not None:
                         logger.warning(
