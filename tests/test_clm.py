@@ -128,7 +128,7 @@ def test_a_stream_of_files_with_line_breaks_resumes(corpus, tmp_path):
     """A long file comes in pieces, of which the first are held out."""
     lines = sentences(400, 3)
     (tmp_path / "long.txt").write_text("\n".join(lines))
-    flags = ("--train_file", tmp_path / "long.txt", "--streaming", "--num_eval_samples", "1", "--num_train_steps", 6)
+    flags = ("--train_file", tmp_path / "long.txt", "--streaming", "--num_eval_samples", "1", "--max_steps", 6)
     assert clm(corpus, tmp_path / "whole", *flags, "--save_steps", 4) == 0
     as_if_killed(tmp_path / "whole", tmp_path / "parts", step=4)
     assert clm(corpus, tmp_path / "parts", *flags, "--save_steps", 4, "--resume_from_checkpoint") == 0

@@ -56,6 +56,8 @@ def train(recipe: text.TextRecipe, flags: Any) -> int:
 
 def preview(recipe: text.TextRecipe, flags: Any) -> int:
     """Print the first training pairs."""
+    flags.check_numbers()
+    flags.check_texts()
     flags.do_train, flags.do_eval = True, False
     tokenizer, model, rows = text.prepare(recipe, flags)
     sizes = (flags.preview, flags.preview)

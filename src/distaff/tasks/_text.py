@@ -13,14 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from distaff.core.errors import UsageError
+from distaff.core.errors import DataError, UsageError
 from distaff.core.mesh import make_mesh
 from distaff.data.batches import Batches, Collate
 from distaff.data.documents import check_joining, joining_tokenizer, load_documents
 from distaff.data.stream import TextStream
 from distaff.data.text import check_ids, load_texts, split_validation, tokenize_blocks
+from distaff.tasks import _folder
 from distaff.tasks import _recipe as recipes
-from distaff.tasks._flags import ModelFlags, TextSourceFlags, TrainingFlags, check_dtypes, flag
+from distaff.tasks._flags import ModelFlags, TextSourceFlags, TrainingFlags, check_dtypes, check_epsilon, flag
 from distaff.train import evaluate, fit, make_optimizer
 from distaff.train.step import LossFunction
 
@@ -93,18 +94,16 @@ class Texts:
     flags: DocumentFlags
     eos_token: str
 
-    def training(self, *, streaming: bool = False) -> Any:
-        """Return the texts to train on, before any are held out."""
-        limit = self.flags.max_train_samples if streaming else None
-        return self._load(self.flags.train_file, self.flags.dataset_name, limit=limit, streaming=streaming)
+    def stream(self, held_out: int) -> Any:
+        """Return the texts to train on as they come, behind `held_out` to evaluate on."""
+        most = None if self.flags.max_train_samples is None else self.flags.max_train_samples + held_out
+        return self._load(self.flags.train_file, self.flags.dataset_name, limit=most, streaming=True)
 
     def validation(self) -> Any:
-        """Return the texts of --validation_file."""
-        return _first(self._load(self.flags.validation_file, None), self.flags.max_eval_samples, "max_eval_samples")
+        """Return the texts of --validation_file, at most --max_eval_samples."""
+        return _first(self._load(self.flags.validation_file, None), self.flags.max_eval_samples)
 
-    def _load(
-        self, files: str | None, dataset: str | None, *, limit: int | None = None, streaming: bool = False
-    ) -> Any:
+    def _load(self, files: str | None, dataset: str | None, *, limit=None, streaming=False, split="train") -> Any:
         flags = self.flags
         if files and not dataset and flags.keep_linebreaks:
             return load_documents(
@@ -120,6 +119,7 @@ class Texts:
             dataset_name=dataset,
             dataset_config_name=flags.dataset_config_name,
             text_column=flags.text_column,
+            split=split,
             max_samples=limit,
             cache_dir=flags.cache_dir,
             token=flags.hub_token,
@@ -129,23 +129,30 @@ class Texts:
     def split(self) -> tuple[Any, Any]:
         """Return the texts to train on and to evaluate on, each None where not asked for."""
         flags = self.flags
+        files, dataset = flags.train_file, flags.dataset_name
         train = evaluation = None
-        if flags.do_train or (flags.do_eval and not flags.validation_file):
-            train = self.training()
         if flags.do_eval and flags.validation_file:
             evaluation = self.validation()
-        elif flags.do_eval:
+        elif flags.do_eval and dataset and not files and self._has_validation():
+            evaluation = _first(self._load(None, dataset, split="validation"), flags.max_eval_samples)
+        if flags.do_train or (flags.do_eval and evaluation is None):
+            train = self._load(files, dataset)
+        if flags.do_eval and evaluation is None:
             train, evaluation = split_validation(train, percentage=flags.validation_split_percentage)
-            evaluation = _first(evaluation, flags.max_eval_samples, "max_eval_samples")
-        return _first(train, flags.max_train_samples, "max_train_samples") if flags.do_train else None, evaluation
+            evaluation = _first(evaluation, flags.max_eval_samples)
+        return _first(train, flags.max_train_samples) if flags.do_train else None, evaluation
+
+    def _has_validation(self) -> bool:
+        """Tell whether the dataset has texts of its own to evaluate on."""
+        from distaff.data.hub_text import split_names
+
+        flags = self.flags
+        names = split_names(str(flags.dataset_name), config_name=flags.dataset_config_name, token=flags.hub_token)
+        return "validation" in names
 
 
-def _first(texts, count: int | None, name: str):
-    if texts is None or count is None:
-        return texts
-    if count < 1:
-        raise UsageError(f"--{name} is {count}: it must be at least 1.")
-    return texts.select(range(min(count, len(texts))))
+def _first(texts, count: int | None):
+    return texts if count is None else texts.select(range(min(count, len(texts))))
 
 
 def make_data(flags: DocumentFlags, tokenizer, rows: Rows, *, vocab_size: int, sizes: tuple[int, int]) -> TextData:
@@ -175,31 +182,42 @@ def make_data(flags: DocumentFlags, tokenizer, rows: Rows, *, vocab_size: int, s
             **processes,
         )
 
-    if flags.streaming and flags.do_train:
-        held_out = flags.do_eval and not flags.validation_file
+    held_out: Any = None
+    if flags.streaming:
+        count = held_out_texts(flags)
         train: Any = TextStream(
-            texts.training(streaming=True),
+            texts.stream(count),
             tokenizer=_joining(flags, tokenizer, flags.train_file),
             collate=rows.collate,
             block=rows.block,
             batch_size=sizes[0],
             vocab_size=vocab_size,
-            num_eval_samples=flags.num_eval_samples if held_out else 0,
+            num_eval_samples=count,
             window=flags.shuffle_buffer_size,
             seed=flags.seed,
             advice=rows.advice,
             **processes,
         )
-        blocks = train.evaluation() if held_out else None
         if flags.do_eval and flags.validation_file:
-            blocks = cut(texts.validation(), files=flags.validation_file)
+            held_out = cut(texts.validation(), files=flags.validation_file)
+        elif flags.do_eval:
+            held_out = train.evaluation()
     else:
         documents, evaluated = texts.split()
         train = None
         if documents is not None:
             train = batches(cut(documents, files=flags.train_file), sizes[0], shuffle=True)
-        blocks = None if evaluated is None else cut(evaluated, files=flags.validation_file or flags.train_file)
-    return TextData(train, None if blocks is None else batches(blocks, sizes[1], shuffle=False))
+        if evaluated is not None:
+            held_out = cut(evaluated, files=flags.validation_file or flags.train_file)
+    return TextData(train, None if held_out is None else batches(held_out, sizes[1], shuffle=False))
+
+
+def held_out_texts(flags: DocumentFlags) -> int:
+    """Return how many of a stream's first texts are evaluated on."""
+    if not flags.do_eval or flags.validation_file:
+        return 0
+    most = flags.num_eval_samples if flags.max_eval_samples is None else flags.max_eval_samples
+    return min(flags.num_eval_samples, most)
 
 
 def _joining(flags: DocumentFlags, tokenizer, files: str | None):
@@ -211,11 +229,14 @@ def _joining(flags: DocumentFlags, tokenizer, files: str | None):
 
 def train(recipe: TextRecipe, flags: Any) -> int:
     """Train and evaluate, write the folder, and return the exit code."""
-    flags.check_training()
     check_dtypes(flags)
     if not flags.do_train:
         return evaluate_only(recipe, flags)
-    folder = recipes.prepare_folder(flags, recipe.name)
+    flags.check_training()
+    flags.check_texts()
+    check_epsilon(flags, flags)
+    check_together(flags)
+    folder = _folder.check_folder(flags)
     tokenizer, model, rows = prepare(recipe, flags)
     mesh = make_mesh()
     sizes = recipes.rows_a_step(flags, mesh)
@@ -236,19 +257,19 @@ def train(recipe: TextRecipe, flags: Any) -> int:
         mesh=mesh,
         tokens_per_batch=rows.tokens,
         derived=perplexity,
+        on_start=partial(_folder.begin, folder, flags, recipe.name),
     )
     if result.interrupted:
         logger.warning("Stopped at step %d; go on with --resume_from_checkpoint.", result.step)
         return 128 + result.interrupted
-    if not result.metrics:
-        # Resumed at its last step: nothing was trained, and what was measured then stands in the folder.
+    metrics = result.metrics
+    if not metrics:
+        # Resumed at its last step: nothing was trained, and what was measured then stands in the log.
         logger.info("All %d steps were done before; the model is written again.", result.step)
-    metrics = result.metrics or recipes.read_results(folder)
+        metrics = _folder.logged_at(folder, result.step)
+        if flags.do_eval and "eval_loss" not in metrics:
+            metrics |= measure(rows, result.state.params, data, mesh)
     if jax.process_index() == 0:
-        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
-        trained = {name: value for name, value in metrics.items() if not name.startswith("eval_")}
-        recipes.write_results(folder, "train", {**trained, "train_steps": result.step})
-        recipes.write_results(folder, "eval", evaluated)
         recipes.finish(
             folder,
             flags,
@@ -256,28 +277,45 @@ def train(recipe: TextRecipe, flags: Any) -> int:
             params=result.state.params,
             tokenizer=tokenizer,
             task=recipe.task,
-            metrics={name.removeprefix("eval_"): value for name, value in evaluated.items()},
+            metrics=metrics,
+            step=result.step,
         )
     return 0
 
 
+def measure(rows: Rows, params, data: TextData, mesh) -> dict[str, float]:
+    """Return the figures of an evaluation of `params`, as `eval_...`."""
+    assert data.evaluation is not None
+    values = evaluate(rows.loss_fn, params=params, batches=data.evaluation, steps=data.eval_steps, mesh=mesh)
+    if "loss" not in values:
+        raise DataError("No token of the evaluation texts is scored, so there is nothing to measure: give more text.")
+    return {f"eval_{name}": value for name, value in (values | perplexity(values)).items()}
+
+
 def evaluate_only(recipe: TextRecipe, flags: Any) -> int:
     """Evaluate a checkpoint, print the metrics and, with --output_dir, write them."""
-    flags.do_train, flags.do_eval = False, True
+    flags.check_numbers()
+    flags.check_texts()
+    check_dtypes(flags)
+    if not flags.do_eval:
+        raise UsageError("Without training and evaluation nothing is left to do: leave --do_eval False out.")
+    if flags.streaming:
+        raise UsageError("--streaming is for training, and an evaluation reads its texts whole: leave it out.")
     if flags.model_name_or_path is None:
         raise UsageError("There is nothing to evaluate: give --model_name_or_path.")
+    if not (flags.validation_file or flags.train_file or flags.dataset_name):
+        raise UsageError("There are no texts to evaluate on: give --validation_file or --dataset_name.")
+    flags.do_train = False
+    folder = _folder.output_folder(flags.output_dir) if flags.output_dir is not None else None
     tokenizer, model, rows = prepare(recipe, flags)
     mesh = make_mesh()
     sizes = recipes.rows_a_step(flags, mesh)
     data = make_data(flags, tokenizer, rows, vocab_size=model.config.vocab_size, sizes=sizes)
-    assert data.evaluation is not None
-    values = evaluate(rows.loss_fn, params=model.params, batches=data.evaluation, steps=data.eval_steps, mesh=mesh)
-    values |= perplexity(values)
-    named = {f"eval_{name}": value for name, value in values.items()}
-    for name, value in named.items():
+    values = measure(rows, model.params, data, mesh)
+    for name, value in values.items():
         print(f"{name} = {value:.6g}")
-    if flags.output_dir:
-        recipes.write_results(recipes.results_folder(flags.output_dir), "eval", named)
+    if folder is not None:
+        _folder.write_results(folder, {"eval": values}, add=True)
     return 0
 
 
@@ -300,6 +338,21 @@ def block_size(asked: int | None, tokenizer, longest: int | None, *, flag_name: 
     if asked < 2:
         raise UsageError(f"{flag_name} is {asked}: a row of fewer than 2 tokens has nothing to predict.")
     return asked
+
+
+def check_together(flags: Any) -> None:
+    """Raise `UsageError` for flags that do not go together."""
+    if flags.num_train_steps is not None and flags.max_steps not in (-1, flags.num_train_steps):
+        raise UsageError(
+            f"--num_train_steps {flags.num_train_steps} and --max_steps {flags.max_steps} mean the same: give one."
+        )
+    if flags.streaming:
+        count_steps(flags, None)
+        if flags.do_eval and not flags.validation_file and flags.num_eval_samples < 1:
+            raise UsageError(
+                f"--num_eval_samples is {flags.num_eval_samples}: it must be at least 1, or --do_eval False, or give "
+                "--validation_file."
+            )
 
 
 def count_steps(flags: Any, steps_per_epoch: int | None) -> int:
