@@ -220,3 +220,13 @@ def test_wrong_use(tmp_path):
         stream_of(source_of("files", tmp_path), batch_size=3, process_count=2)
     with pytest.raises(DataError, match="beyond the model's vocabulary of 100"):
         stream_of(source_of("files", tmp_path), vocab_size=100)(0)
+
+
+@pytest.mark.parametrize("kind", ["files", "one file", "parquet folder", "saved"])
+def test_without_held_out_texts_the_first_is_trained_on(kind, tmp_path):
+    """In the first epoch and in the next ones."""
+    lines = LINES[:3]
+    stream = stream_of(source_of(kind, tmp_path, lines), num_eval_samples=0, window=1, block=1, batch_size=1)
+    wanted = tokens_of(lines).tolist()
+    found = [int(stream(step)["ids"][0, 0]) for step in range(2 * len(wanted))]
+    assert found == wanted * 2

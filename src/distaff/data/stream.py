@@ -92,7 +92,8 @@ class TextStream:
         self._tokenizer, self._collate, self._block, self._vocab_size = tokenizer, collate, block, vocab_size
         self._window, self._seed, self._whole_word, self._advice = window, seed, whole_word, advice
         self._process_index, self._process_count = process_index, process_count
-        first = list(itertools.islice(_texts_of(texts), max(num_eval_samples, 1)))
+        # Of a copy: the state of `texts` itself must stay that of its beginning.
+        first = list(_texts_of(texts.take(max(num_eval_samples, 1))))
         self._content, self._held_out = mark(first), first[:num_eval_samples]
         if len(self._held_out) < num_eval_samples:
             raise DataError(

@@ -1,8 +1,14 @@
 """Causal language modeling: GPT-2, GPT-Neo, OPT, from scratch or from a checkpoint.
 
-distaff tokenizer train --train_file train.txt --vocab_size 2000 --output_dir play
-distaff train clm --output_dir play --model_type gpt2 --tokenizer_name play --train_file train.txt ...
+    distaff tokenizer train --train_file train.txt --vocab_size 2000 --output_dir play-tokenizer
+    distaff train clm --output_dir play --model_type gpt2 --tokenizer_name play-tokenizer \\
+        --config_overrides n_layer=4,n_embd=192,n_head=4,n_positions=256,attn_pdrop=0.0 \\
+        --train_file train.txt --validation_file validation.txt --block_size 256 --per_device_train_batch_size 8 \\
+        --max_steps 2400 --learning_rate 3e-3 --warmup_steps 100 --lr_scheduler_type cosine --weight_decay 0.1 \\
+        --adam_beta2 0.99
 
+An evaluation logs the loss a token, its perplexity, and the nats a character: the loss over the characters of the
+tokens that were scored, which compares models of different vocabularies.
 """
 
 from dataclasses import dataclass
