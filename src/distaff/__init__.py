@@ -11,6 +11,7 @@ from distaff.models import FAMILIES, public_names
 if TYPE_CHECKING:
     from distaff.models.auto import *  # noqa: F403
     from distaff.models.bert import *  # noqa: F403
+    from distaff.models.electra import *  # noqa: F403
     from distaff.models.gpt2 import *  # noqa: F403
     from distaff.models.roberta import *  # noqa: F403
     from distaff.pipelines import pipeline as pipeline
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_AUTO_HEADS = sorted({head for family in FAMILIES.values() for head in family.heads} - {"Model", "LMHeadModel"})
+# Heads under which one family alone is found.
+_OWN_HEADS = {"Model", "LMHeadModel"}
+_AUTO_HEADS = sorted({head for family in FAMILIES.values() for head in family.heads} - _OWN_HEADS)
 
 _HOMES = {
     **public_names(),

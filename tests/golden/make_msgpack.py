@@ -15,7 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import transformers
 
-MADE = {"bert": ("tiny_masked_lm", "tiny_pretraining"), "roberta": ("tiny_masked_lm", "tiny_classification")}
+MADE = {
+    "bert": ("tiny_masked_lm", "tiny_pretraining"),
+    "electra": ("tiny_masked_lm", "tiny_pretraining"),
+    "roberta": ("tiny_masked_lm", "tiny_classification"),
+}
 # Also stored with every parameter in bfloat16, as `to_bf16` and `save_pretrained` left it.
 IN_BFLOAT16 = "bert-tiny_masked_lm"
 

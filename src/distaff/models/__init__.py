@@ -31,6 +31,14 @@ FAMILIES: dict[str, Family] = {
             "ForTokenClassification ForQuestionAnswering".split()
         ),
     ),
+    "electra": Family(
+        "electra",
+        "Electra",
+        tuple(
+            "Model ForPreTraining ForMaskedLM ForSequenceClassification ForMultipleChoice ForTokenClassification "
+            "ForQuestionAnswering".split()
+        ),
+    ),
     "roberta": Family("roberta", "Roberta", _ROBERTA_HEADS),
     "gpt2": Family("gpt2", "GPT2", ("Model", "LMHeadModel", "ForCausalLM")),
     "xlm-roberta": Family("roberta", "XLMRoberta", _ROBERTA_HEADS),

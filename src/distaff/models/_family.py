@@ -58,10 +58,10 @@ def check_fields(
         logger.warning("%s: nothing here reads %s; the model is built without.", type(config).__name__, listed(unknown))
 
 
-def check_activation(name: Any) -> None:
+def check_activation(name: Any, field: str = "hidden_act") -> None:
     """Raise `ConfigError` for an activation that `nn.act` does not have."""
     if name not in ACTIVATIONS:
-        raise ConfigError(f"hidden_act={name!r} is not implemented: use one of {', '.join(ACTIVATIONS)}.")
+        raise ConfigError(f"{field}={name!r} is not implemented: use one of {', '.join(ACTIVATIONS)}.")
 
 
 def check_heads(hidden_size: int, num_heads: int) -> None:

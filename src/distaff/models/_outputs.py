@@ -117,6 +117,10 @@ class FlaxTokenClassifierOutput(_Logits):
     """`logits` `[batch, length, num_labels]`."""
 
 
+class FlaxElectraForPreTrainingOutput(_Logits):
+    """`logits` `[batch, length]`: positive where a token is likely a replacement."""
+
+
 class FlaxForPreTrainingOutput(ModelOutput):
     """`prediction_logits` `[batch, length, vocab]`, `seq_relationship_logits` `[batch, 2]`."""
 
