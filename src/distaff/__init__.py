@@ -11,6 +11,7 @@ from distaff.models import FAMILIES, public_names
 if TYPE_CHECKING:
     from distaff.models.auto import *  # noqa: F403
     from distaff.models.bert import *  # noqa: F403
+    from distaff.models.big_bird import *  # noqa: F403
     from distaff.models.electra import *  # noqa: F403
     from distaff.models.gpt2 import *  # noqa: F403
     from distaff.models.roberta import *  # noqa: F403
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Heads under which one family alone is found.
-_OWN_HEADS = {"Model", "LMHeadModel"}
+_OWN_HEADS = {"Model", "LMHeadModel", "ForNaturalQuestions"}
 _AUTO_HEADS = sorted({head for family in FAMILIES.values() for head in family.heads} - _OWN_HEADS)
 
 _HOMES = {

@@ -99,7 +99,7 @@ def make(family: str, name: str) -> golden.Case:
             loss, gradients = gradients_of(model, inputs)
             filled[run] = golden.Run(inputs, {})
             continue
-        outputs = call(model, inputs, states=base, attentions=base and run == "mixed")
+        outputs = call(model, inputs, states=base, attentions=base and run in ("mixed", "long"))
         sum(value.sum() for value in outputs.values()).backward()
         if base:  # the last hidden state is stored once, as `last_hidden_state`
             last = f"hidden_states/{config.num_hidden_layers}"

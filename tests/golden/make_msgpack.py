@@ -17,6 +17,7 @@ import transformers
 
 MADE = {
     "bert": ("tiny_masked_lm", "tiny_pretraining"),
+    "big_bird": ("tiny_pretraining",),
     "electra": ("tiny_masked_lm", "tiny_pretraining"),
     "roberta": ("tiny_masked_lm", "tiny_classification"),
 }

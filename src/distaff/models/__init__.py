@@ -31,6 +31,14 @@ FAMILIES: dict[str, Family] = {
             "ForTokenClassification ForQuestionAnswering".split()
         ),
     ),
+    "big_bird": Family(
+        "big_bird",
+        "BigBird",
+        tuple(
+            "Model ForPreTraining ForMaskedLM ForSequenceClassification ForMultipleChoice ForTokenClassification "
+            "ForQuestionAnswering ForNaturalQuestions".split()
+        ),
+    ),
     "electra": Family(
         "electra",
         "Electra",

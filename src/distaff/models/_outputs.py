@@ -137,3 +137,13 @@ class FlaxQuestionAnsweringModelOutput(ModelOutput):
     end_logits: Array | None = None
     hidden_states: tuple[Array, ...] | None = None
     attentions: tuple[Array, ...] | None = None
+
+
+class FlaxNaturalQuestionsOutput(ModelOutput):
+    """`start_logits` and `end_logits`, each `[batch, length]`, and `category_logits` `[batch, 5]`."""
+
+    start_logits: Array | None = None
+    end_logits: Array | None = None
+    category_logits: Array | None = None
+    hidden_states: tuple[Array, ...] | None = None
+    attentions: tuple[Array, ...] | None = None

@@ -111,6 +111,15 @@ class BertModule(nn.Module):
         """Return the greatest length for which there are positions."""
         return config.max_position_embeddings
 
+    def check_length(self, length: int) -> None:
+        """Raise `DataError` for rows without positions."""
+        longest = self.longest(self.config)
+        if length > longest:
+            raise DataError(
+                f"Rows of {length} tokens are longer than the {longest} positions of the model "
+                f"(max_position_embeddings={self.config.max_position_embeddings}): truncate them in the tokenizer."
+            )
+
     @property
     def dtypes(self) -> dict[str, Any]:
         """The dtypes of all parts."""
@@ -163,12 +172,7 @@ class BertModule(nn.Module):
         """Encode `input_ids` `[batch, length]`; the other inputs have its shape."""
         config = self.config
         if position_ids is None:
-            longest = self.longest(config)
-            if input_ids.shape[1] > longest:
-                raise DataError(
-                    f"Rows of {input_ids.shape[1]} tokens are longer than the {longest} positions of the model "
-                    f"(max_position_embeddings={config.max_position_embeddings}): truncate them in the tokenizer."
-                )
+            self.check_length(input_ids.shape[1])
             position_ids = self.default_positions(input_ids)
         if token_type_ids is None:
             token_type_ids = jnp.zeros_like(input_ids)
@@ -258,7 +262,8 @@ def bert_rows(config, *, pooler: bool = True) -> list[Row]:
     return rows
 
 
-def _bert_lm_head_rows(config) -> list[Row]:
+def bert_lm_head_rows(config) -> list[Row]:
+    """Rows of the LM head."""
     head = "cls.predictions"
     return lm_head_rows(config, f"{head}.transform.dense", f"{head}.transform.LayerNorm", head)
 
@@ -315,7 +320,7 @@ class FlaxBertForMaskedLM(_TiedLM):
     """Masked language modeling."""
 
     module_class = BertForMaskedLMModule
-    head_rows = staticmethod(_bert_lm_head_rows)
+    head_rows = staticmethod(bert_lm_head_rows)
 
 
 class FlaxBertForPreTraining(_TiedLM):
@@ -326,7 +331,7 @@ class FlaxBertForPreTraining(_TiedLM):
     @classmethod
     def head_rows(cls, config) -> list[Row]:
         """Rows of both heads."""
-        return [*_bert_lm_head_rows(config), *new_linear("cls.seq_relationship")]
+        return [*bert_lm_head_rows(config), *new_linear("cls.seq_relationship")]
 
 
 class FlaxBertForNextSentencePrediction(FlaxBertPreTrainedModel):
