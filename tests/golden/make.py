@@ -125,7 +125,7 @@ def make(family: str, name: str) -> golden.Case:
             answers = {key: value.numpy().astype(np.int32) for key, value in continued(model, inputs).items()}
             filled[run] = golden.Run(inputs, answers)
             continue
-        outputs = call(model, inputs, states=base, attentions=base and run == "mixed")
+        outputs = call(model, inputs, states=base, attentions=base and run in ("mixed", "long"))
         sum(value.sum() for value in outputs.values()).backward()
         if base:  # the last hidden states are stored once, as `last_hidden_state` and `encoder_last_hidden_state`
             for name, last in LAST.items():

@@ -19,6 +19,8 @@ import transformers
 MADE = {
     "bart": ("tiny_lm", "tiny_classification"),
     "bert": ("tiny_masked_lm", "tiny_pretraining"),
+    "big_bird": ("tiny_pretraining",),
+    "electra": ("tiny_masked_lm", "tiny_pretraining"),
     "gpt2": ("tiny_causal_lm",),
     "gpt_neo": ("tiny_causal_lm",),
     "mbart": ("tiny_lm",),

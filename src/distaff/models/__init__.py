@@ -35,6 +35,22 @@ FAMILIES: dict[str, Family] = {
             "ForTokenClassification ForQuestionAnswering".split()
         ),
     ),
+    "big_bird": Family(
+        "big_bird",
+        "BigBird",
+        tuple(
+            "Model ForPreTraining ForMaskedLM ForSequenceClassification ForMultipleChoice ForTokenClassification "
+            "ForQuestionAnswering ForNaturalQuestions".split()
+        ),
+    ),
+    "electra": Family(
+        "electra",
+        "Electra",
+        tuple(
+            "Model ForPreTraining ForMaskedLM ForSequenceClassification ForMultipleChoice ForTokenClassification "
+            "ForQuestionAnswering".split()
+        ),
+    ),
     "roberta": Family("roberta", "Roberta", _ROBERTA_HEADS),
     "gpt2": Family("gpt2", "GPT2", ("Model", "LMHeadModel", "ForCausalLM")),
     "gpt_neo": Family("gpt_neo", "GPTNeo", ("Model", "ForCausalLM")),
