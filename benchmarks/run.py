@@ -1,7 +1,7 @@
 """`make bench`: each benchmark against its plain variant, alternating (A B A B), medians in one table.
 
 With PEERS_DIR set to a folder that holds the peers' environments (`venv-flax` and `bench_flax.py`), the last Flax
-release of Transformers joins: its masked LM step, in the same alternation. Read ratios within one run.
+release of Transformers joins: its training steps, in the same alternation. Read ratios within one run.
 """
 
 import argparse
@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
+# The training steps, and what the peers call them.
+STEPS = {"mlm": "mlm", "clm": "clm", "t5": "seq2seq"}
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
@@ -32,14 +34,14 @@ def ours(script: str, *flags: str, huge_pages: bool) -> dict:
 
 def contenders(name: str, steps: int) -> dict[str, object]:
     """The commands to alternate, by the name of the contender."""
-    flags = ("--steps", str(steps)) if name == "mlm" else ()
+    flags = ("--steps", str(steps)) if name in STEPS else ()
     table = {
         "distaff": lambda: ours(f"{name}.py", *flags, huge_pages=True),
         "plain": lambda: ours(f"{name}.py", *flags, "--variant", "plain", huge_pages=False),
     }
     peers = os.environ.get("PEERS_DIR")
-    if peers and name == "mlm":
-        script = [str(Path(peers) / "venv-flax/bin/python"), "bench_flax.py", "--task", "mlm"]
+    if peers and name in STEPS:
+        script = [str(Path(peers) / "venv-flax/bin/python"), "bench_flax.py", "--task", STEPS[name]]
         table["transformers-4-flax"] = lambda: run(
             [*script, "--steps", str(steps), "--warmup", "2"], cwd=Path(peers), XLA_FLAGS=""
         )
@@ -50,12 +52,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--only", choices=["mlm", "load", "init"])
+    parser.add_argument("--only", choices=[*STEPS, "load", "init"])
     flags = parser.parse_args()
     ours("load.py", "--variant", "make", huge_pages=False)
     print("| benchmark | contender | seconds | ratio | peak memory, MB | temporary memory, MB |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for name, measure in (("mlm", "step_s"), ("load", "load_s"), ("init", "init_s")):
+    for name, measure in (*((step, "step_s") for step in STEPS), ("load", "load_s"), ("init", "init_s")):
         if flags.only not in (None, name):
             continue
         table = contenders(name, flags.steps)

@@ -28,6 +28,66 @@ MLM = {
 BASE = {**MLM, "num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
 ROWS, LENGTH, COUNT, LEARNING_RATE = 16, 128, 24, 1e-4
 
+# GPT-2 of 6 layers x 384, float32, dropout on; 8 rows of 256 tokens.
+CLM = {
+    "n_layer": 6,
+    "n_embd": 384,
+    "n_head": 6,
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+    "bos_token_id": 50256,
+    "eos_token_id": 50256,
+}
+CLM_ROWS, CLM_LENGTH = 8, 256
+# T5 of 4 + 4 layers x 256, float32, dropout on; 8 rows of 256 tokens and targets of 64.
+T5 = {
+    "num_layers": 4,
+    "num_decoder_layers": 4,
+    "d_model": 256,
+    "num_heads": 4,
+    "d_kv": 64,
+    "d_ff": 1024,
+    "vocab_size": 32128,
+    "dropout_rate": 0.1,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+}
+T5_ROWS, T5_LENGTH, T5_TARGETS = 8, 256, 64
+
+
+def clm_batches(count: int = 4) -> list[dict[str, np.ndarray]]:
+    """Full rows of random tokens."""
+    rng = np.random.RandomState(0)
+    weights = np.ones(CLM_ROWS, np.float32)
+    shape = CLM_ROWS, CLM_LENGTH
+    return [
+        {"input_ids": rng.randint(0, CLM["vocab_size"] - 1, shape).astype(np.int32), "weights": weights}
+        for _ in range(count)
+    ]
+
+
+def t5_batches(count: int = 4) -> list[dict[str, np.ndarray]]:
+    """Full rows of random tokens on both sides."""
+    rng = np.random.RandomState(0)
+    batches = []
+    for _ in range(count):
+        labels = rng.randint(2, T5["vocab_size"] - 100, (T5_ROWS, T5_TARGETS)).astype(np.int32)
+        batches.append(
+            {
+                "input_ids": rng.randint(2, T5["vocab_size"] - 100, (T5_ROWS, T5_LENGTH)).astype(np.int32),
+                "attention_mask": np.ones((T5_ROWS, T5_LENGTH), np.int32),
+                "labels": labels,
+                "label_weights": np.ones(labels.shape, np.float32),
+                "decoder_input_ids": np.pad(labels[:, :-1], ((0, 0), (1, 0))),
+            }
+        )
+    return batches
+
 
 def mlm_batches(count: int = 4, *, everywhere: bool = False) -> list[dict[str, np.ndarray]]:
     """Batches with logits at `COUNT` masked positions a row, or at every position for the plain variant."""

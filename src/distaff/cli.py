@@ -33,6 +33,12 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("config", "create"): Command("distaff.tasks.config", "create", "ConfigFlags", "Write a model config."),
     ("train", "mlm"): Command("distaff.tasks.mlm", "train", "MlmFlags", "Masked language modeling."),
     ("eval", "mlm"): Command("distaff.tasks.mlm", "evaluate_only", "MlmFlags", "Evaluate a masked language model."),
+    ("train", "clm"): Command("distaff.tasks.clm", "train", "ClmFlags", "Causal language modeling."),
+    ("eval", "clm"): Command("distaff.tasks.clm", "evaluate_only", "ClmFlags", "Evaluate a causal language model."),
+    ("train", "t5-mlm"): Command("distaff.tasks.t5_mlm", "train", "T5MlmFlags", "T5's span corruption."),
+    ("eval", "t5-mlm"): Command("distaff.tasks.t5_mlm", "evaluate_only", "T5MlmFlags", "Evaluate span corruption."),
+    ("train", "bart-dlm"): Command("distaff.tasks.bart_dlm", "train", "BartDlmFlags", "BART's denoising."),
+    ("eval", "bart-dlm"): Command("distaff.tasks.bart_dlm", "evaluate_only", "BartDlmFlags", "Evaluate denoising."),
     ("predict", "fill-mask"): Command(
         "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
     ),

@@ -28,5 +28,6 @@ def settings_of(value: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for each in dataclasses.fields(value):
         inner = getattr(value, each.name)
+        inner = mark(inner.tolist()) if isinstance(inner, np.ndarray) else inner
         found |= settings_of(inner) if dataclasses.is_dataclass(inner) else {each.name: inner}
     return found

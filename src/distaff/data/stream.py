@@ -58,6 +58,7 @@ class TextStream:
         batch_size: rows of the global batch.
         window: blocks that are shuffled together.
         vocab_size: of the model; ids beyond it are refused.
+        advice: what to do where the whole text has `{total}` tokens, which is less than a block.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class TextStream:
         whole_word: bool = False,
         process_index: int = 0,
         process_count: int = 1,
+        advice: str = "lower --max_seq_length to at most {total}",
     ):
         if batch_size < 1 or batch_size % process_count:
             raise UsageError(
@@ -88,7 +90,7 @@ class TextStream:
             )
         self.batch_size = batch_size
         self._tokenizer, self._collate, self._block, self._vocab_size = tokenizer, collate, block, vocab_size
-        self._window, self._seed, self._whole_word = window, seed, whole_word
+        self._window, self._seed, self._whole_word, self._advice = window, seed, whole_word, advice
         self._process_index, self._process_count = process_index, process_count
         first = list(itertools.islice(_texts_of(texts), max(num_eval_samples, 1)))
         self._content, self._held_out = mark(first), first[:num_eval_samples]
@@ -115,7 +117,13 @@ class TextStream:
         if not self._held_out:
             raise UsageError("No texts are held out: give --num_eval_samples.")
         held_out = datasets.Dataset.from_dict({"text": self._held_out})
-        blocks = tokenize_blocks(held_out, tokenizer=self._tokenizer, block=self._block, whole_word=self._whole_word)
+        blocks = tokenize_blocks(
+            held_out,
+            tokenizer=self._tokenizer,
+            block=self._block,
+            whole_word=self._whole_word,
+            advice=self._advice + ", or raise --num_eval_samples",
+        )
         check_ids(blocks, vocab_size=self._vocab_size)
         return blocks
 
@@ -273,7 +281,7 @@ class TextStream:
         if first and tokens < self._block:
             raise DataError(
                 f"The stream has {tokens} tokens to train on, less than one block of {self._block}: "
-                f"lower --max_seq_length to at most {tokens}."
+                f"{self._advice.format(total=tokens)}."
             )
 
 

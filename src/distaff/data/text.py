@@ -206,11 +206,13 @@ def tokenize_blocks(
     whole_word: bool = False,
     num_proc: int | None = None,
     overwrite_cache: bool = False,
+    advice: str = "lower --max_seq_length to at most {total}, or use --line_by_line",
 ) -> datasets.Dataset:
     """Return rows of exactly `block` tokens: the texts, each with its special tokens, joined and cut.
 
     So BERT's rows read `[CLS] a [SEP] [CLS] b [SEP] ...`, wherever the cuts fall. The rows depend on the texts and
-    their order alone. The tokens after the last whole block are left out and their number is reported.
+    their order alone. The tokens after the last whole block are left out and their number is reported. `advice` ends
+    the error of a text of `{total}` tokens, which is less than a block.
     """
     _check_length(tokenizer, block)
     rows = _tokenize(dataset, tokenizer, None, whole_word, num_proc, overwrite_cache)
@@ -219,8 +221,7 @@ def tokenize_blocks(
     total = sum(len(flat_values(table["input_ids"])) for table in tables.iter(batch_size=_BATCH_ROWS))
     if total < block:
         raise DataError(
-            f"The whole text has {total} tokens, less than one block of {block}: "
-            f"lower --max_seq_length to at most {total}, or use --line_by_line."
+            f"The whole text has {total} tokens, less than one block of {block}: {advice.format(total=total)}."
         )
     logger.info(
         "%d blocks of %d tokens from %d texts; the last %d of %d tokens do not fill a block and are left out.",

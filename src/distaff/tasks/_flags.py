@@ -43,7 +43,7 @@ class ModelFlags:
 
 
 @dataclass(kw_only=True)
-class TextFlags:
+class TextSourceFlags:
     """Which texts."""
 
     dataset_name: str | None = flag(None, "Dataset of the Hub, or a folder that save_to_disk wrote.")
@@ -52,9 +52,6 @@ class TextFlags:
     validation_file: str | None = flag(None, "Texts to evaluate on.")
     validation_split_percentage: int = flag(5, "Percent of the training texts to evaluate on if there are no others.")
     text_column: str | None = flag(None, "Column of the texts, by default 'text' or the first of strings.")
-    max_seq_length: int | None = flag(
-        None, "Tokens a row, by default as many as tokenizer and model allow, at most 512."
-    )
     preprocessing_num_workers: int | None = flag(None, "Processes for tokenising.")
     overwrite_cache: bool = flag(False, "Tokenise again although it is cached.")
     max_train_samples: int | None = flag(None, "Use at most so many training texts.")
@@ -71,9 +68,22 @@ class TextFlags:
         """Raise `UsageError` for values that no texts can be read with."""
         check_positive(
             self,
-            "max_seq_length preprocessing_num_workers max_train_samples max_eval_samples num_train_steps "
-            "shuffle_buffer_size",
+            "preprocessing_num_workers max_train_samples max_eval_samples num_train_steps shuffle_buffer_size",
         )
+
+
+@dataclass(kw_only=True)
+class TextFlags(TextSourceFlags):
+    """Which texts, in rows of how many tokens."""
+
+    max_seq_length: int | None = flag(
+        None, "Tokens a row, by default as many as tokenizer and model allow, at most 512."
+    )
+
+    def check_texts(self) -> None:
+        """Raise `UsageError` for values that no texts can be read with."""
+        super().check_texts()
+        check_positive(self, "max_seq_length")
 
 
 @dataclass(kw_only=True)

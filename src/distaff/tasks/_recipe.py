@@ -73,9 +73,17 @@ def check_model_type(name: str) -> None:
 def fit_config_to_tokenizer(config, tokenizer) -> None:
     """Set the vocabulary and the special ids of a new config to the tokenizer's."""
     config.vocab_size = len(tokenizer)
+    old_eos = getattr(config, "eos_token_id", None)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(tokenizer, name) is not None:
             setattr(config, name, getattr(tokenizer, name))
+    if getattr(config, "is_encoder_decoder", False):
+        # BART's decoder starts from the eos token, T5's from the padding.
+        for name in ("decoder_start_token_id", "forced_eos_token_id"):
+            if getattr(config, name, None) is not None and getattr(config, name) == old_eos:
+                setattr(config, name, config.eos_token_id)
+        if getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = config.pad_token_id
 
 
 def override(config, text: str) -> None:
