@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from distaff.models.auto import *  # noqa: F403
     from distaff.models.bart import *  # noqa: F403
     from distaff.models.bert import *  # noqa: F403
+    from distaff.models.big_bird import *  # noqa: F403
+    from distaff.models.electra import *  # noqa: F403
     from distaff.models.gpt2 import *  # noqa: F403
     from distaff.models.gpt_neo import *  # noqa: F403
     from distaff.models.mbart import *  # noqa: F403
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Heads whose automatic class has another name, or none.
-_NAMED_OTHERWISE = {"Model", "EncoderModel", "LMHeadModel", "ForConditionalGeneration"}
+_NAMED_OTHERWISE = {"Model", "EncoderModel", "LMHeadModel", "ForConditionalGeneration", "ForNaturalQuestions"}
 _AUTO_HEADS = sorted(
     {head for family in FAMILIES.values() for head in family.heads} - _NAMED_OTHERWISE | {"ForSeq2SeqLM"}
 )

@@ -35,13 +35,29 @@ FAMILIES: dict[str, Family] = {
             "ForTokenClassification ForQuestionAnswering".split()
         ),
     ),
+    "big_bird": Family(
+        "big_bird",
+        "BigBird",
+        tuple(
+            "Model ForPreTraining ForMaskedLM ForSequenceClassification ForMultipleChoice ForTokenClassification "
+            "ForQuestionAnswering ForNaturalQuestions".split()
+        ),
+    ),
+    "electra": Family(
+        "electra",
+        "Electra",
+        tuple(
+            "Model ForPreTraining ForMaskedLM ForSequenceClassification ForMultipleChoice ForTokenClassification "
+            "ForQuestionAnswering".split()
+        ),
+    ),
     "roberta": Family("roberta", "Roberta", _ROBERTA_HEADS),
     "gpt2": Family("gpt2", "GPT2", ("Model", "LMHeadModel", "ForCausalLM")),
+    "gpt_neo": Family("gpt_neo", "GPTNeo", ("Model", "ForCausalLM")),
+    "opt": Family("opt", "OPT", ("Model", "ForCausalLM")),
     "mbart": Family("mbart", "MBart", _BART_HEADS),
     "mt5": Family("t5", "MT5", _T5_HEADS),
     "t5": Family("t5", "T5", _T5_HEADS),
-    "gpt_neo": Family("gpt_neo", "GPTNeo", ("Model", "ForCausalLM")),
-    "opt": Family("opt", "OPT", ("Model", "ForCausalLM")),
     "xlm-roberta": Family("roberta", "XLMRoberta", _ROBERTA_HEADS),
 }
 

@@ -15,6 +15,7 @@ from distaff.models._outputs import (
     FlaxSequenceClassifierOutput,
     FlaxTokenClassifierOutput,
 )
+from distaff.nn.act import Activation
 from distaff.nn.heads import LMHead, gather_positions
 from distaff.nn.vocabulary import Projection
 from distaff.weights import Row, linear, norm
@@ -63,6 +64,10 @@ class HeadModule(nn.Module):
         rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
         return nn.Dropout(rate)(values, deterministic=options.get("deterministic", True))
 
+    def lm_features(self) -> int | None:
+        """Return the width of what is projected to the vocabulary, None for the hidden size."""
+        return None
+
     def vocabulary_logits(self, base: nn.Module, hidden: jax.Array, *, lazy: bool) -> jax.Array | Projection:
         """Return `[..., vocab]` for `hidden` `[..., embed]`, with the word embeddings where tied.
 
@@ -77,6 +82,7 @@ class HeadModule(nn.Module):
             self.lm_activation or config.hidden_act,
             config.layer_norm_eps,
             config.initializer_range,
+            self.lm_features(),
             self.dtype,
             self.param_dtype,
             name="lm_head",
@@ -165,10 +171,31 @@ class ForSequenceClassification(HeadModule):
         return FlaxSequenceClassifierOutput(logits, outputs.hidden_states, outputs.attentions)
 
 
+class ForSequenceClassificationByDense(HeadModule):
+    """A class, or a number, for the whole text, by a dense layer with an activation on the first token."""
+
+    def classifier_activation(self) -> Activation:
+        """Return the activation between the two dense layers."""
+        return jnp.tanh
+
+    @nn.compact
+    def __call__(self, *inputs, **options) -> FlaxSequenceClassifierOutput:
+        """Return logits `[batch, num_labels]`."""
+        outputs = self.base()(*inputs, **options)
+        first = self.dropout(outputs.last_hidden_state[:, 0], options)
+        inner = self.classifier_activation()(self.dense(first.shape[-1], "classifier_dense")(first))
+        logits = self.dense(self.config.num_labels, "classifier_out")(self.dropout(inner, options))
+        return FlaxSequenceClassifierOutput(logits, outputs.hidden_states, outputs.attentions)
+
+
 class ForMultipleChoice(HeadModule):
     """A score for each of several texts."""
 
     add_pooling_layer = True
+
+    def summary(self, outputs, options: dict[str, Any]) -> jax.Array:
+        """Return what is scored of each text, `[batch * choices, embed]`."""
+        return self.dropout(outputs.pooler_output, options)
 
     @nn.compact
     def __call__(
@@ -178,7 +205,7 @@ class ForMultipleChoice(HeadModule):
         inputs = (input_ids, attention_mask, token_type_ids, position_ids)
         rows = [None if each is None else each.reshape(-1, each.shape[-1]) for each in inputs]
         outputs = self.base()(*rows, **options)
-        logits = self.dense(1, "classifier")(self.dropout(outputs.pooler_output, options))  # [batch * choices, 1]
+        logits = self.dense(1, "classifier")(self.summary(outputs, options))  # [batch * choices, 1]
         return FlaxMultipleChoiceModelOutput(
             logits.reshape(input_ids.shape[:2]), outputs.hidden_states, outputs.attentions
         )
@@ -222,6 +249,14 @@ def lm_head_rows(config, transform: str, transform_norm: str, head: str) -> list
     if not config.tie_word_embeddings:
         rows += linear(f"{head}.decoder", "lm_head/decoder", ("embed", "vocab"), bias=False, **fields)
     return rows
+
+
+def dense_classification_rows(config) -> list[Row]:
+    """Rows of `ForSequenceClassificationByDense`."""
+    return [
+        *linear("classifier.dense", "classifier_dense", ("embed", None), required=False),
+        *linear("classifier.out_proj", "classifier_out", ("embed", None), required=False),
+    ]
 
 
 def new_linear(key: str, axes: tuple[str | None, str | None] = ("embed", None)) -> list[Row]:

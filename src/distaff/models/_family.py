@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from distaff.core.errors import ConfigError, DataError, listed
+from distaff.core.errors import ConfigError, DataError, UsageError, listed
 from distaff.nn.act import ACTIVATIONS
 from distaff.pretrained import FlaxPreTrainedModel
 
@@ -127,6 +127,8 @@ class FlaxTextModel(FlaxPreTrainedModel):
     #: Look at concrete ids before they reach the device; False saves the copy to the host.
     check_inputs: bool = True
     accepts_masked_positions: ClassVar[bool] = False
+    # Names of arrays that the head takes beside the usual ones.
+    further_inputs: ClassVar[tuple[str, ...]] = ()
     input_rank: ClassVar[int] = 2
 
     def __call__(  # type: ignore[override]
@@ -143,11 +145,13 @@ class FlaxTextModel(FlaxPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        **further: Any,
     ):
         """Return the head's output for ids, mask, types and positions, each `[batch, length]`.
 
         The mask is non-zero where a token may be attended, all ones by default. A masked LM takes `masked_positions`
         `[batch, count]` and computes logits there alone. `output_*` and `return_dict` default to the config's.
+        `further` are the head's `further_inputs`.
 
         Raises `DataError` for ids that their tables do not have.
         """
@@ -161,11 +165,15 @@ class FlaxTextModel(FlaxPreTrainedModel):
                         "places for each text."
                     )
                 check_ids("masked_positions", masked_positions, np.shape(input_ids)[-1], "the length of the rows")
+        unknown = sorted(further.keys() - set(self.further_inputs))
+        if unknown:
+            raise UsageError(f"{type(self).__name__} takes no input '{unknown[0]}': leave it out.")
         inputs = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "token_type_ids": token_type_ids,
             "position_ids": position_ids,
+            **further,
         }
         if self.accepts_masked_positions:
             inputs["masked_positions"] = masked_positions

@@ -117,6 +117,10 @@ class FlaxTokenClassifierOutput(_Logits):
     """`logits` `[batch, length, num_labels]`."""
 
 
+class FlaxElectraForPreTrainingOutput(_Logits):
+    """`logits` `[batch, length]`: positive where a token is likely a replacement."""
+
+
 class FlaxForPreTrainingOutput(ModelOutput):
     """`prediction_logits` `[batch, length, vocab]`, `seq_relationship_logits` `[batch, 2]`."""
 
@@ -212,3 +216,13 @@ class FlaxSeq2SeqSequenceClassifierOutput(_States, _OnlyLogits):
 
 class FlaxSeq2SeqQuestionAnsweringModelOutput(_States, _Span):
     """`start_logits` and `end_logits`, each `[batch, length]`; the rest as in `FlaxSeq2SeqModelOutput`."""
+
+
+class FlaxNaturalQuestionsOutput(ModelOutput):
+    """`start_logits` and `end_logits`, each `[batch, length]`, and `category_logits` `[batch, 5]`."""
+
+    start_logits: Array | None = None
+    end_logits: Array | None = None
+    category_logits: Array | None = None
+    hidden_states: tuple[Array, ...] | None = None
+    attentions: tuple[Array, ...] | None = None

@@ -51,9 +51,14 @@ def check_bert_config(config) -> None:
 
 
 class BertEmbeddings(nn.Module):
-    """Sum of word, position and type embeddings, normalised."""
+    """Sum of word, position and type embeddings, normalised.
+
+    width: features of the tables, by default the hidden size. word_scale: factor on the word embeddings.
+    """
 
     config: Any
+    width: int | None = None
+    word_scale: float | None = None
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
 
@@ -61,29 +66,34 @@ class BertEmbeddings(nn.Module):
     def __call__(self, input_ids, token_type_ids, position_ids, *, deterministic: bool) -> jax.Array:
         """Return `[batch, length, embed]` for three `[batch, length]` arrays of ids."""
         config = self.config
-        total = None
-        for name, size, ids in (
-            ("word_embeddings", config.vocab_size, input_ids),
-            ("token_type_embeddings", config.type_vocab_size, token_type_ids),
-            ("position_embeddings", config.max_position_embeddings, position_ids),
-        ):
+
+        def look_up(name: str, size: int, ids: jax.Array) -> jax.Array:
             table = embedding_table(
                 size,
-                config.hidden_size,
+                self.width or config.hidden_size,
                 initializer_range=config.initializer_range,
                 dtype=self.dtype,
                 param_dtype=self.param_dtype,
                 name=name,
             )
-            total = table(ids) if total is None else total + table(ids)
-        total = layer_norm(eps=config.layer_norm_eps, dtype=self.dtype, param_dtype=self.param_dtype, name="norm")(
-            total
-        )
-        return nn.Dropout(config.hidden_dropout_prob)(total, deterministic=deterministic)
+            return table(ids)
+
+        words = look_up("word_embeddings", config.vocab_size, input_ids)
+        total = words if self.word_scale is None else words * self.word_scale
+        total = total + look_up("token_type_embeddings", config.type_vocab_size, token_type_ids)
+        total = total + look_up("position_embeddings", config.max_position_embeddings, position_ids)
+        norm = layer_norm(eps=config.layer_norm_eps, dtype=self.dtype, param_dtype=self.param_dtype, name="norm")
+        return self.finish(total, norm, nn.Dropout(config.hidden_dropout_prob, deterministic=deterministic))
+
+    def finish(self, total: jax.Array, norm: nn.Module, dropout: nn.Module) -> jax.Array:
+        """Return the sum `[batch, length, embed]` after norm and dropout."""
+        return dropout(norm(total))
 
 
 class BertModule(nn.Module):
     """Embeddings, a stack of post-norm layers, and a pooler on the first token."""
+
+    layer_class: ClassVar[Any] = TransformerLayer
 
     config: Any
     dtype: Any = jnp.float32
@@ -101,6 +111,52 @@ class BertModule(nn.Module):
         """Return the greatest length for which there are positions."""
         return config.max_position_embeddings
 
+    def check_length(self, length: int) -> None:
+        """Raise `DataError` for rows without positions."""
+        longest = self.longest(self.config)
+        if length > longest:
+            raise DataError(
+                f"Rows of {length} tokens are longer than the {longest} positions of the model "
+                f"(max_position_embeddings={self.config.max_position_embeddings}): truncate them in the tokenizer."
+            )
+
+    @property
+    def dtypes(self) -> dict[str, Any]:
+        """The dtypes of all parts."""
+        return {"dtype": self.dtype, "param_dtype": self.param_dtype}
+
+    def embed(self, input_ids, token_type_ids, position_ids, *, deterministic: bool) -> jax.Array:
+        """Return what goes into the stack, `[batch, length, embed]`."""
+        embeddings = BertEmbeddings(self.config, **self.dtypes, name="embeddings")
+        return embeddings(input_ids, token_type_ids, position_ids, deterministic=deterministic)
+
+    def layer_inputs(self, hidden: jax.Array, attention_mask: jax.Array | None, *, deterministic: bool) -> Any:
+        """Return what all layers share, for `hidden` `[batch, length, embed]`."""
+        mask = combine(
+            None if attention_mask is None else padding_mask(attention_mask),
+            causal_mask(hidden) if self.config.is_decoder else None,
+        )
+        return LayerInputs(bias_of(mask, jnp.float32))
+
+    def layer_fields(self) -> dict[str, Any]:
+        """Return the fields of a layer."""
+        config = self.config
+        return {
+            "num_heads": config.num_attention_heads,
+            "intermediate_size": config.intermediate_size,
+            "activation": config.hidden_act,
+            "norm_eps": config.layer_norm_eps,
+            "norm_order": "post",
+            "dropout_rate": config.hidden_dropout_prob,
+            "attention_dropout_rate": config.attention_probs_dropout_prob,
+            "initializer_range": config.initializer_range,
+            **self.dtypes,
+        }
+
+    def pool(self, hidden: jax.Array) -> jax.Array:
+        """Return `[batch, embed]` for `hidden` `[batch, length, embed]`."""
+        return Pooler(self.config.initializer_range, **self.dtypes, name="pooler")(hidden)
+
     @nn.compact
     def __call__(
         self,
@@ -116,36 +172,14 @@ class BertModule(nn.Module):
         """Encode `input_ids` `[batch, length]`; the other inputs have its shape."""
         config = self.config
         if position_ids is None:
-            longest = self.longest(config)
-            if input_ids.shape[1] > longest:
-                raise DataError(
-                    f"Rows of {input_ids.shape[1]} tokens are longer than the {longest} positions of the model "
-                    f"(max_position_embeddings={config.max_position_embeddings}): truncate them in the tokenizer."
-                )
+            self.check_length(input_ids.shape[1])
             position_ids = self.default_positions(input_ids)
         if token_type_ids is None:
             token_type_ids = jnp.zeros_like(input_ids)
-        dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-        embed = BertEmbeddings(config, **dtypes, name="embeddings")
-        hidden = embed(input_ids, token_type_ids, position_ids, deterministic=deterministic)  # [batch, length, embed]
-        mask = combine(
-            None if attention_mask is None else padding_mask(attention_mask),
-            causal_mask(hidden) if config.is_decoder else None,
-        )
-        layer_fields = {
-            "num_heads": config.num_attention_heads,
-            "intermediate_size": config.intermediate_size,
-            "activation": config.hidden_act,
-            "norm_eps": config.layer_norm_eps,
-            "norm_order": "post",
-            "dropout_rate": config.hidden_dropout_prob,
-            "attention_dropout_rate": config.attention_probs_dropout_prob,
-            "initializer_range": config.initializer_range,
-            **dtypes,
-        }
+        hidden = self.embed(input_ids, token_type_ids, position_ids, deterministic=deterministic)
         encoder = Stack(
-            TransformerLayer,
-            layer_fields,
+            self.layer_class,
+            self.layer_fields(),
             config.num_hidden_layers,
             remat=self.gradient_checkpointing,
             scan=self.scan_layers,
@@ -153,14 +187,12 @@ class BertModule(nn.Module):
         )
         outputs = encoder(
             hidden,
-            LayerInputs(bias_of(mask, jnp.float32)),
+            self.layer_inputs(hidden, attention_mask, deterministic=deterministic),
             deterministic=deterministic,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        pooled = None
-        if self.add_pooling_layer:
-            pooled = Pooler(config.initializer_range, **dtypes, name="pooler")(outputs.last)
+        pooled = self.pool(outputs.last) if self.add_pooling_layer else None
         return FlaxBaseModelOutputWithPooling(outputs.last, pooled, outputs.hidden_states, outputs.attentions)
 
 
@@ -230,7 +262,8 @@ def bert_rows(config, *, pooler: bool = True) -> list[Row]:
     return rows
 
 
-def _bert_lm_head_rows(config) -> list[Row]:
+def bert_lm_head_rows(config) -> list[Row]:
+    """Rows of the LM head."""
     head = "cls.predictions"
     return lm_head_rows(config, f"{head}.transform.dense", f"{head}.transform.LayerNorm", head)
 
@@ -252,9 +285,9 @@ class FlaxBertPreTrainedModel(FlaxTextModel):
         check_bert_config(config)
 
     @classmethod
-    def base_rows(cls, config) -> list[Row]:
+    def base_rows(cls, config, *, pooler: bool = True) -> list[Row]:
         """Rows of the whole base model, without its prefix."""
-        return bert_rows(config)
+        return bert_rows(config, pooler=pooler)
 
     @classmethod
     def head_rows(cls, config) -> list[Row]:
@@ -264,7 +297,7 @@ class FlaxBertPreTrainedModel(FlaxTextModel):
     @classmethod
     def rows(cls, module) -> list[Row]:
         """Rows of all parameters of `module`."""
-        base = bert_rows(module.config, pooler=module.add_pooling_layer)
+        base = cls.base_rows(module.config, pooler=module.add_pooling_layer)
         return base if cls._is_base() else [*prefixed(cls.base_model_prefix, base), *cls.head_rows(module.config)]
 
 
@@ -287,7 +320,7 @@ class FlaxBertForMaskedLM(_TiedLM):
     """Masked language modeling."""
 
     module_class = BertForMaskedLMModule
-    head_rows = staticmethod(_bert_lm_head_rows)
+    head_rows = staticmethod(bert_lm_head_rows)
 
 
 class FlaxBertForPreTraining(_TiedLM):
@@ -298,7 +331,7 @@ class FlaxBertForPreTraining(_TiedLM):
     @classmethod
     def head_rows(cls, config) -> list[Row]:
         """Rows of both heads."""
-        return [*_bert_lm_head_rows(config), *new_linear("cls.seq_relationship")]
+        return [*bert_lm_head_rows(config), *new_linear("cls.seq_relationship")]
 
 
 class FlaxBertForNextSentencePrediction(FlaxBertPreTrainedModel):

@@ -3,17 +3,16 @@
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from transformers import RobertaConfig, XLMRobertaConfig
 
 from distaff.core.errors import ConfigError
 from distaff.models import _encoder_heads as heads
-from distaff.models._encoder_heads import lm_head_rows, new_linear
-from distaff.models._outputs import FlaxCausalLMOutput, FlaxSequenceClassifierOutput
+from distaff.models._encoder_heads import dense_classification_rows, lm_head_rows, new_linear
+from distaff.models._outputs import FlaxCausalLMOutput
 from distaff.models.bert import BertModule, FlaxBertForMultipleChoice, FlaxBertPreTrainedModel
 from distaff.nn.embed import positions_after_padding
-from distaff.weights import Row, Tie, linear
+from distaff.weights import Row, Tie
 
 # The model.
 
@@ -68,17 +67,8 @@ class RobertaForCausalLMModule(_OnRoberta, heads.HeadModule):
         return FlaxCausalLMOutput(logits, outputs.hidden_states, outputs.attentions)
 
 
-class RobertaForSequenceClassificationModule(_OnRoberta, heads.HeadModule):
-    """A class, or a number, for the whole text, by a dense layer with tanh on the first token."""
-
-    @nn.compact
-    def __call__(self, *inputs, **options) -> FlaxSequenceClassifierOutput:
-        """Return logits `[batch, num_labels]`."""
-        outputs = self.base()(*inputs, **options)
-        first = self.dropout(outputs.last_hidden_state[:, 0], options)
-        inner = self.dropout(jnp.tanh(self.dense(first.shape[-1], "classifier_dense")(first)), options)
-        logits = self.dense(self.config.num_labels, "classifier_out")(inner)
-        return FlaxSequenceClassifierOutput(logits, outputs.hidden_states, outputs.attentions)
+class RobertaForSequenceClassificationModule(_OnRoberta, heads.ForSequenceClassificationByDense):
+    """`ForSequenceClassificationByDense` on RoBERTa."""
 
 
 # Rows of the heads; those of the base are BERT's.
@@ -86,13 +76,6 @@ class RobertaForSequenceClassificationModule(_OnRoberta, heads.HeadModule):
 
 def _lm_head_rows(config) -> list[Row]:
     return lm_head_rows(config, "lm_head.dense", "lm_head.layer_norm", "lm_head")
-
-
-def _classification_rows(config) -> list[Row]:
-    return [
-        *linear("classifier.dense", "classifier_dense", ("embed", None), required=False),
-        *linear("classifier.out_proj", "classifier_out", ("embed", None), required=False),
-    ]
 
 
 # Public names.
@@ -148,7 +131,7 @@ class FlaxRobertaForSequenceClassification(FlaxRobertaPreTrainedModel):
     """Classification or regression of texts and pairs of texts."""
 
     module_class = RobertaForSequenceClassificationModule
-    head_rows = staticmethod(_classification_rows)
+    head_rows = staticmethod(dense_classification_rows)
 
 
 class FlaxRobertaForMultipleChoice(FlaxRobertaPreTrainedModel):

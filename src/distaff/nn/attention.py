@@ -38,6 +38,21 @@ class Attention(nn.Module):
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
 
+    def attend(
+        self, query: jax.Array, used: KeyValue, bias: Any, *, scale: jax.Array | float, deterministic: bool
+    ) -> tuple[jax.Array, Any]:
+        """Return `[batch, heads, queries, head_dim]` and the weights; a family may attend otherwise."""
+        dropout = nn.Dropout(self.dropout_rate, deterministic=deterministic)
+        return attend(
+            query,
+            used.key,
+            used.value,
+            bias=bias,
+            scale=scale,
+            dropout=dropout,
+            float32_scores=self.float32_scores,
+        )
+
     @nn.compact
     def __call__(
         self,
@@ -86,14 +101,6 @@ class Attention(nn.Module):
         if kept is not None and start is not None:
             used = kept.write(used, start)
         scale = scale if scale is not None else self.scale if self.scale is not None else head_dim**-0.5
-        context, weights = attend(
-            query,
-            used.key,
-            used.value,
-            bias=bias,
-            scale=scale,
-            dropout=nn.Dropout(self.dropout_rate, deterministic=deterministic),
-            float32_scores=self.float32_scores,
-        )
+        context, weights = self.attend(query, used, bias, scale=scale, deterministic=deterministic)
         context = context.swapaxes(1, 2).reshape(*hidden.shape[:-1], width)
         return Attended(project(context, "out", embed, self.out_bias), weights, used)

@@ -32,12 +32,16 @@ class Decoder(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Transform, norm and projection to the vocabulary (Devlin et al. 2019), tied to the embeddings or not."""
+    """Transform, norm and projection to the vocabulary (Devlin et al. 2019), tied to the embeddings or not.
+
+    features: width after the transform, by default that of the hidden states.
+    """
 
     vocab_size: int
     activation: str
     norm_eps: float
     initializer_range: float
+    features: int | None = None
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
 
@@ -46,7 +50,7 @@ class LMHead(nn.Module):
         """Return the logits to be of `hidden` `[..., embed]`; `tied_embedding` is `[vocab, embed]` or None."""
         init = nn.initializers.normal(self.initializer_range)
         dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-        hidden = nn.Dense(hidden.shape[-1], kernel_init=init, **dtypes, name="dense")(hidden)
+        hidden = nn.Dense(self.features or hidden.shape[-1], kernel_init=init, **dtypes, name="dense")(hidden)
         hidden = layer_norm(eps=self.norm_eps, **dtypes, name="norm")(ACTIVATIONS[self.activation](hidden))
         bias = self.param("bias", nn.initializers.zeros, (self.vocab_size,), self.param_dtype)
         table = tied_embedding

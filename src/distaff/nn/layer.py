@@ -1,7 +1,7 @@
 """One Transformer layer, and what a stack hands to it and takes from it."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,8 @@ class TransformerLayer(nn.Module):
     `mlp_fields` are further fields of `Attention` and `MLP`.
     """
 
+    attention_class: ClassVar[type[Attention]] = Attention
+
     num_heads: int
     intermediate_size: int
     activation: str
@@ -91,7 +93,7 @@ class TransformerLayer(nn.Module):
 
         def attention(name: str) -> Attention:
             fields = {"dropout_rate": self.attention_dropout_rate, **dtypes, **(self.attention_fields or {})}
-            return Attention(self.num_heads, initializer_range=self.initializer_range, name=name, **fields)
+            return self.attention_class(self.num_heads, initializer_range=self.initializer_range, name=name, **fields)
 
         own_norm = norm("attention_norm")
         attended = attention("attention")(
