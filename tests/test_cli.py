@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -188,6 +189,21 @@ def test_output_that_nobody_reads_or_that_lacks_characters(tmp_path):
     assert process.returncode == 141
     assert "Traceback" not in error
     assert "BrokenPipe" not in error
+
+
+def test_a_save_that_fails_is_one_sentence(tmp_path):
+    """A disk that is full, by a limit of the process."""
+    folder = tiny_folder(tmp_path)
+    train = [DISTAFF, "train", "mlm", "--model_name_or_path", folder, "--output_dir", tmp_path / "out"]
+    train += ["--train_file", tmp_path / "a.txt", "--validation_file", tmp_path / "a.txt", "--max_seq_length", "16"]
+    train += ["--max_steps", "2", "--per_device_train_batch_size", "2", "--report_to", "none"]
+    limited = f"ulimit -f 16; exec {shlex.join(map(str, train))}"
+    env = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false", "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("distaff: A checkpoint could not be written")
+    assert "Traceback" not in done.stderr
+    assert "Event loop" not in done.stderr
 
 
 def test_quickstart_leaves_what_is_not_its_own(tmp_path, capsys):

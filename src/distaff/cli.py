@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from distaff.core.errors import DistaffError, UsageError
@@ -177,10 +178,12 @@ def set_up_process() -> None:
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
     logging.getLogger("distaff").setLevel(logging.INFO)
-    # Orbax warns there of every folder that is not its own.
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    # When a save fails, Orbax leaves its other tasks, and asyncio tells of each; the failure is raised besides.
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    # Orbax warns of every folder that is not its own, and of a save that fails each of its threads and tasks prints a
+    # traceback; that failure is raised besides.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _report
     # A character that the output's encoding lacks is written as an escape and ends nothing.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -198,6 +201,12 @@ def restart_with_huge_pages() -> None:
     print("distaff: started again with huge pages for malloc (--no_hugepages leaves that out)", file=sys.stderr)
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **HUGE_PAGES})
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught exception, but not the echo of a failed save: threads of Orbax that find their loop closed."""
+    if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _take(words: list[str], word: str) -> bool:

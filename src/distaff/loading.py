@@ -336,7 +336,12 @@ def refuse_misfits(params: Any, shape_tree: Tree, *, name: str) -> None:
         if is_floating(shape) and not (hasattr(leaf, "dtype") and is_floating(leaf))
     ]
     if missing or extra or wrong or no_floats:
-        parts = [("missing", missing), ("unknown", extra), ("misshapen", wrong), ("no floating arrays", no_floats)]
+        parts = [
+            ("missing", missing),
+            ("unknown", extra),
+            ("misshapen", wrong),
+            ("without floating numbers", no_floats),
+        ]
         faults = "; ".join(f"{len(names)} {what}: {listed(names)}" for what, names in parts if names)
         raise UsageError(f"These are not the parameters of {name}: {faults}.")
 
