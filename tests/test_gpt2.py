@@ -1,5 +1,7 @@
 """GPT-2."""
 
+from typing import ClassVar
+
 from battery import CausalBattery
 
 
@@ -9,11 +11,11 @@ class TestGPT2(CausalBattery):
     words, buffers = "wte.weight", ("h.{}.attn.bias", "h.{}.attn.masked_bias")
     layer_bias, layer_weight = "h.{}.attn.c_attn.bias", "h.{}.mlp.c_proj.weight"
     dropout = ("attn_pdrop", "resid_pdrop", "embd_pdrop")
-    shallow = {"n_layer": 1, "initializer_range": 0.2}  # noqa: RUF012
-    wide = {"n_embd": 128, "n_inner": 256, "vocab_size": 300, "initializer_range": 0.03}  # noqa: RUF012
-    huge = {"n_embd": 4096, "n_head": 32, "n_layer": 24}  # noqa: RUF012
+    shallow: ClassVar = {"n_layer": 1, "initializer_range": 0.2}
+    wide: ClassVar = {"n_embd": 128, "n_inner": 256, "vocab_size": 300, "initializer_range": 0.03}
+    huge: ClassVar = {"n_embd": 4096, "n_head": 32, "n_layer": 24}
     # Into the residual stream: 1 / sqrt(2 * layers).
-    deviations = {"attention/out/kernel": 0.5, "mlp/down/kernel": 0.5}  # noqa: RUF012
+    deviations: ClassVar = {"attention/out/kernel": 0.5, "mlp/down/kernel": 0.5}
     refused = (
         {"activation_function": "no_such_activation"},
         {"add_cross_attention": True},

@@ -1,5 +1,7 @@
 """Checks of encoders with a masked LM alone: pooled output, token types, logits at chosen positions, old names."""
 
+from typing import ClassVar
+
 import jax
 import numpy as np
 import pytest
@@ -23,9 +25,14 @@ class Battery(FileChecks, LoadingChecks, NumberChecks, UsageChecks):
     layer_bias = "encoder.layer.{}.attention.self.query.bias"
     layer_weight = "encoder.layer.{}.output.dense.weight"
     dropout = ("attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout")
-    shallow = {"num_hidden_layers": 1, "initializer_range": 0.2}  # noqa: RUF012
-    wide = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 300, "initializer_range": 0.03}  # noqa: RUF012
-    huge = {"hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 16384, "num_hidden_layers": 24}  # noqa: RUF012
+    shallow: ClassVar = {"num_hidden_layers": 1, "initializer_range": 0.2}
+    wide: ClassVar = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 300, "initializer_range": 0.03}
+    huge: ClassVar = {
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 24,
+    }
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)

@@ -29,7 +29,8 @@ CASES: Cases = {
     "causal_lm": ("OPTForCausalLM", OPT, ("mixed", "gradient", "greedy")),
     "causal_lm_odd": ("OPTForCausalLM", OPT | ODD | {"word_embed_proj_dim": 40}, ("mixed",)),
     "causal_lm_post": ("OPTForCausalLM", OPT | POST, ("mixed", "gradient", "greedy")),
-    "causal_lm_untied": ("OPTForCausalLM", OPT | POST | {"tie_word_embeddings": False}, ("mixed", "gradient")),
+    "causal_lm_untied": ("OPTForCausalLM", OPT | {"tie_word_embeddings": False}, ("mixed", "gradient")),
+    "causal_lm_post_untied": ("OPTForCausalLM", OPT | POST | {"tie_word_embeddings": False}, ("mixed",)),
     "causal_lm_tie_broken": ("OPTForCausalLM", OPT | POST, ("mixed",)),
     "tiny_causal_lm": ("OPTForCausalLM", OPT | TINY, ("mixed",)),
 }
