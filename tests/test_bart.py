@@ -20,7 +20,7 @@ class TestBart(Seq2SeqBattery):
     base, masked_lm, classifier = "model", "lm", "classification"
     language_models = ("lm", "lm_odd")
     dropout_fields = ("dropout", "attention_dropout", "activation_dropout")
-    shallow: ClassVar = {"encoder_layers": 1, "decoder_layers": 1}
+    shallow: ClassVar = {"encoder_layers": 1, "decoder_layers": 1, "init_std": 0.2}
     layerdrop_fields = ("encoder_layerdrop", "decoder_layerdrop")
     refused = (
         {"activation_function": "no_such_activation"},

@@ -84,12 +84,8 @@ class RelativeBias(nn.Module):
         """Return float32 `[1, heads, queries, keys]` for queries at positions from `start` on and keys from 0 on."""
         # One number for each of the offsets that occur, and one more, which makes the skew below a reshape.
         offsets = jnp.arange(queries + keys) - (queries - 1) - start
-        buckets = relative_buckets(
-            offsets,
-            bidirectional=self.bidirectional,
-            num_buckets=self.num_buckets,
-            max_distance=self.max_distance,
-        )
+        sizes = {"num_buckets": self.num_buckets, "max_distance": self.max_distance}
+        buckets = relative_buckets(offsets, bidirectional=self.bidirectional, **sizes)
         table = embedding_table(
             self.num_buckets,
             self.num_heads,
@@ -120,6 +116,31 @@ class T5Stack(nn.Module):
     gradient_checkpointing: bool = False
     scan_layers: bool = False
 
+    @property
+    def initializer_range(self) -> float:
+        """Standard deviation of most of a stack's random weights."""
+        return self.config.initializer_factor * self.config.d_model**-0.5
+
+    def layer_fields(self) -> dict[str, Any]:
+        """Return the fields of a layer."""
+        config = self.config
+        return {
+            "num_heads": config.num_heads,
+            "intermediate_size": config.d_ff,
+            "activation": config.dense_act_fn,
+            "norm_eps": config.layer_norm_epsilon,
+            "norm_order": "pre",
+            "norm": "rms",
+            "dropout_rate": config.dropout_rate,
+            "attention_dropout_rate": config.dropout_rate,
+            "initializer_range": self.initializer_range,
+            "cross_attention": self.is_decoder,
+            "attention_fields": {"head_dim": config.d_kv, "scale": 1.0, "use_bias": False, "out_bias": False},
+            "mlp_fields": {"use_bias": False, "gated": config.is_gated_act, "dropout_rate": config.dropout_rate},
+            "dtype": self.dtype,
+            "param_dtype": self.param_dtype,
+        }
+
     @nn.compact
     def __call__(
         self,
@@ -136,13 +157,12 @@ class T5Stack(nn.Module):
             raise UsageError("T5 knows distances between tokens and no positions: leave position ids out.")
         dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         dropout = nn.Dropout(config.dropout_rate, deterministic=deterministic)
-        initializer_range = config.initializer_factor * config.d_model**-0.5
         relative = RelativeBias(
             config.num_heads,
             config.relative_attention_num_buckets,
             config.relative_attention_max_distance,
             not self.is_decoder,
-            initializer_range,
+            self.initializer_range,
             self.param_dtype,
             name="relative_attention_bias",
         )
@@ -150,24 +170,9 @@ class T5Stack(nn.Module):
         bias = relative(length, length if cache is None else cache.slots, 0 if start is None else start)
         if inputs.mask is not None:
             bias = jnp.where(inputs.mask, bias, jnp.finfo(bias.dtype).min)  # [batch, heads, queries, keys]
-        layer_fields = {
-            "num_heads": config.num_heads,
-            "intermediate_size": config.d_ff,
-            "activation": config.dense_act_fn,
-            "norm_eps": config.layer_norm_epsilon,
-            "norm_order": "pre",
-            "norm": "rms",
-            "dropout_rate": config.dropout_rate,
-            "attention_dropout_rate": config.dropout_rate,
-            "initializer_range": initializer_range,
-            "cross_attention": self.is_decoder,
-            "attention_fields": {"head_dim": config.d_kv, "scale": 1.0, "use_bias": False, "out_bias": False},
-            "mlp_fields": {"use_bias": False, "gated": config.is_gated_act, "dropout_rate": config.dropout_rate},
-            **dtypes,
-        }
         outputs = Stack(
             TransformerLayer,
-            layer_fields,
+            self.layer_fields(),
             config.num_decoder_layers if self.is_decoder else config.num_layers,
             remat=self.gradient_checkpointing,
             scan=self.scan_layers,
