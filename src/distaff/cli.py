@@ -32,6 +32,8 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("config", "create"): Command("distaff.tasks.config", "create", "ConfigFlags", "Write a model config."),
     ("train", "mlm"): Command("distaff.tasks.mlm", "train", "MlmFlags", "Masked language modeling."),
     ("eval", "mlm"): Command("distaff.tasks.mlm", "evaluate_only", "MlmFlags", "Evaluate a masked language model."),
+    ("train", "electra"): Command("distaff.tasks.electra", "train", "ElectraFlags", "ELECTRA, both its models."),
+    ("eval", "electra"): Command("distaff.tasks.electra", "evaluate_only", "ElectraFlags", "Evaluate both models."),
     ("predict", "fill-mask"): Command(
         "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
     ),

@@ -215,7 +215,7 @@ def finish(
     model: FlaxPreTrainedModel,
     params: Any,
     tokenizer,
-    task: str,
+    task: str | None,
     metrics: dict[str, float],
 ) -> None:
     """Write model, tokenizer and card, and publish them where asked. Publishing that fails leaves the run whole."""
