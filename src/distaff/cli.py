@@ -40,6 +40,8 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("eval", "t5-mlm"): Command("distaff.tasks.t5_mlm", "evaluate_only", "T5MlmFlags", "Evaluate span corruption."),
     ("train", "bart-dlm"): Command("distaff.tasks.bart_dlm", "train", "BartDlmFlags", "BART's denoising."),
     ("eval", "bart-dlm"): Command("distaff.tasks.bart_dlm", "evaluate_only", "BartDlmFlags", "Evaluate denoising."),
+    ("train", "electra"): Command("distaff.tasks.electra", "train", "ElectraFlags", "ELECTRA, both its models."),
+    ("eval", "electra"): Command("distaff.tasks.electra", "evaluate_only", "ElectraFlags", "Evaluate both models."),
     ("predict", "fill-mask"): Command(
         "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
     ),

@@ -175,7 +175,7 @@ def finish(
     model: FlaxPreTrainedModel,
     params: Any,
     tokenizer,
-    task: str,
+    task: str | None,
     metrics: dict[str, float],
     step: int,
 ) -> None:

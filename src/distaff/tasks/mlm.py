@@ -85,12 +85,20 @@ class MlmData:
     eval_steps: int
 
 
-def make_data(flags: MlmFlags, tokenizer, *, length: int, vocab_size: int, rows: tuple[int, int]) -> MlmData:
+def make_data(
+    flags: MlmFlags,
+    tokenizer,
+    *,
+    length: int,
+    vocab_size: int,
+    rows: tuple[int, int],
+    collation: type[MlmCollate] = MlmCollate,
+) -> MlmData:
     """Read, tokenise and batch the texts; `rows` are those of a training and of an evaluation batch."""
     masking = MlmMasking.from_tokenizer(
         tokenizer, max_length=length, probability=flags.mlm_probability, whole_word=flags.whole_word_mask
     )
-    collate = MlmCollate.from_tokenizer(tokenizer, masking=masking, seed=flags.seed)
+    collate = collation.from_tokenizer(tokenizer, masking=masking, seed=flags.seed)
     processes = {"process_index": jax.process_index(), "process_count": jax.process_count()}
 
     def batches(dataset, batch_size: int, shuffle: bool) -> Batches:
