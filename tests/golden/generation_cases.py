@@ -18,8 +18,8 @@ PAD = 62
 BART = {
     "vocab_size": 64,
     "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
     "encoder_ffn_dim": 64,
@@ -35,8 +35,8 @@ T5 = {
     "d_kv": 8,
     "num_heads": 4,
     "d_ff": 64,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
+    "num_layers": 1,
+    "num_decoder_layers": 1,
     "pad_token_id": 0,
     "eos_token_id": 1,
     "decoder_start_token_id": 0,
@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "vocab_size": 64,
             "n_embd": 32,
-            "n_layer": 2,
+            "n_layer": 1,
             "n_head": 4,
             "n_positions": 64,
             "bos_token_id": 63,
@@ -73,7 +73,6 @@ GREEDY: dict[str, dict[str, Any]] = {
     "bigrams": {"max_new_tokens": 20, "no_repeat_ngram_size": 2},
     "no_bigrams_off": {"max_new_tokens": 20, "no_repeat_ngram_size": 0},
     "trigrams": {"max_new_tokens": 20, "no_repeat_ngram_size": 3},
-    "unigrams": {"max_new_tokens": 12, "no_repeat_ngram_size": 1},
     "bad_words": {"max_new_tokens": 14, "bad_words_ids": [[57], [43, 43], [31, 31, 31], [12, 12], [55, 55, 55]]},
     "suppress": {"max_new_tokens": 10, "suppress_tokens": [31, 55, 43]},
     "begin_suppress": {"max_new_tokens": 10, "begin_suppress_tokens": [57, 31, 12, 14]},
@@ -168,8 +167,11 @@ def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return the weight called `name`."""
     values = np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
     norm = len(shape) == 1 and re.search(r"(norm|ln_\w)\.weight$", name)
-    # Places matter much, or a model says one token over and over.
-    large = {"embed_positions": 4.0, "wpe": 1.0, "relative_attention_bias": 1.0, "final_logits_bias": 2.0}
+    # Places and layers matter much, or a model says one token over and over.
+    large = {
+        **{"embed_positions": 2.0, "wpe": 1.0, "relative_attention_bias": 2.0, "norm.bias": 0.05, "final_logits": 0.05},
+        **{"shared": 0.5, "fc1": 1.2, "fc2": 1.2, "out_proj": 1.2, "wo.weight": 1.2, ".o.weight": 1.2},
+    }
     scale = next((size for part, size in large.items() if part in name), 0.3)
     return (1 + 0.1 * values if norm else scale * values).astype(np.float32)
 
