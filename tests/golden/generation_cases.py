@@ -133,7 +133,8 @@ SOURCE: dict[str, dict[str, Any]] = {
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"gpt2-{name}": ("gpt2", options) for name, options in {**GREEDY, **BEAMS}.items()},
-    **{f"{model}-{name}": (model, options) for model in ("bart", "mbart", "t5") for name, options in SOURCE.items()},
+    **{f"{model}-{name}": (model, options) for model in ("bart", "t5") for name, options in SOURCE.items()},
+    **{f"mbart-{name}": ("mbart", options) for name, options in SOURCE.items() if "language" in name},
 }
 # What sampling leaves of fixed scores: name -> (Transformers' class, its arguments).
 FILTERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -169,8 +170,17 @@ def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
     norm = len(shape) == 1 and re.search(r"(norm|ln_\w)\.weight$", name)
     # Places and layers matter much, or a model says one token over and over.
     large = {
-        **{"embed_positions": 2.0, "wpe": 1.0, "relative_attention_bias": 2.0, "norm.bias": 0.05, "final_logits": 0.05},
-        **{"shared": 0.5, "fc1": 1.2, "fc2": 1.2, "out_proj": 1.2, "wo.weight": 1.2, ".o.weight": 1.2},
+        "embed_positions": 2.0,
+        "wpe": 1.0,
+        "relative_attention_bias": 2.0,
+        "norm.bias": 0.05,
+        "final_logits": 0.05,
+        "shared": 0.5,
+        "fc1": 1.2,
+        "fc2": 1.2,
+        "out_proj": 1.2,
+        "wo.weight": 1.2,
+        ".o.weight": 1.2,
     }
     scale = next((size for part, size in large.items() if part in name), 0.3)
     return (1 + 0.1 * values if norm else scale * values).astype(np.float32)

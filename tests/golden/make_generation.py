@@ -56,8 +56,10 @@ def main() -> None:
             for case, (of, options) in cases.CASES.items():
                 if of == name:
                     stored["answers"][case] = answer(model, name, options)
-    parts = [f'"{name}": {{\n' + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in part.items()) + "\n}"
-             for name, part in stored.items()]
+    parts = [
+        f'"{name}": {{\n' + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in part.items()) + "\n}"
+        for name, part in stored.items()
+    ]
     cases.FILE.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 

@@ -40,11 +40,14 @@ class Memory(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """ids and mask of the prompts, or of the sources `[batch, length]`; start: decoders' prompts `[batch, length]`."""
+    """ids and mask of the prompts, or of the sources `[batch, length]`; start: decoders' prompts `[batch, length]`.
 
-    ids: jax.Array
-    mask: jax.Array
-    start: jax.Array | None = None
+    Arrays of numpy on the host, of jax on devices.
+    """
+
+    ids: Any
+    mask: Any
+    start: Any = None
 
 
 def blank_of(make_cache: Any) -> Blank:
@@ -79,7 +82,9 @@ class CausalDecoder:
         return self._call(params, tokens[:, None], (memory.lengths + step)[:, None], memory)
 
     def _call(self, params, ids, positions, memory):
-        outputs = self.module.apply({"params": params}, ids, memory.mask, positions, memory.cache, lazy_logits=True)
+        outputs: Any = self.module.apply(
+            {"params": params}, ids, memory.mask, positions, memory.cache, lazy_logits=True
+        )
         # Of a prompt, the head sees the last position alone.
         scores = outputs.logits.at(slice(-1, None)).logits()[:, 0]
         return scores.astype(jnp.float32), memory._replace(cache=outputs.past_key_values)
@@ -94,7 +99,7 @@ class EncoderDecoder:
     def begin(self, params: Params, inputs: Inputs, blank: Blank) -> tuple[jax.Array, Memory]:
         """Return the scores after the decoder's prompts `[batch, vocab]`, and the memory of source and prompts."""
         assert inputs.start is not None
-        encoded = self.module.apply({"params": params}, inputs.ids, inputs.mask, method="encode")
+        encoded: Any = self.module.apply({"params": params}, inputs.ids, inputs.mask, method="encode")
         lengths = jnp.full(inputs.ids.shape[:1], inputs.start.shape[1], jnp.int32)
         memory = Memory(empty(blank), inputs.mask, lengths)
         return self._call(params, inputs.start, encoded.last_hidden_state, memory)
@@ -104,7 +109,7 @@ class EncoderDecoder:
         return self._call(params, tokens[:, None], None, memory)
 
     def _call(self, params, ids, states, memory):
-        outputs = self.module.apply(
+        outputs: Any = self.module.apply(
             {"params": params},
             ids,
             states,

@@ -141,7 +141,8 @@ def resolve_options(
     """
     inherited = from_config(config)
     layers: dict[str, Any] = inherited if file is None else {name: inherited.get(name) for name in TOKENS}
-    layers["decoder_start_token_id"] = layers.get("decoder_start_token_id", None) or start
+    if layers.get("decoder_start_token_id") is None:
+        layers["decoder_start_token_id"] = start
     given = given.to_dict() if hasattr(given, "to_dict") else given or {}
     for values in (file or {}, _known(given, "generation_config"), _known(explicit, "generate", strict=True)):
         layers |= {name: value for name, value in values.items() if value is not None}

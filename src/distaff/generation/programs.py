@@ -53,13 +53,13 @@ def make_programs(decoder: Decoder) -> Programs:
 
     def whole(params: Params, call: Call, blank: Blank, plan: Plan) -> State:
         step: Any = beam.advance if plan.num_beams > 1 else sample.advance
-        final = lax.while_loop(
+        final: Any = lax.while_loop(
             lambda state: state.going(call.values["limit"]),
             lambda state: step(decoder, params, state, call.values, plan),
             _begin(decoder, params, call, blank, plan),
         )
         # Nobody needs the cache, and as a result it would be copied.
-        return final.replace(memory=None)  # type: ignore[attr-defined]
+        return final.replace(memory=None)
 
     def begin(params: Params, call: Call, blank: Blank, plan: Plan) -> tuple[State, Glance]:
         state: Any = _begin(decoder, params, call, blank, plan)

@@ -43,7 +43,9 @@ def _mask(ids: np.ndarray, attention_mask: Any, options: Options) -> np.ndarray:
     if attention_mask is not None:
         mask = np.asarray(attention_mask) != 0
         if mask.shape != ids.shape:
-            raise DataError(f"attention_mask is {list(mask.shape)} and input_ids {list(ids.shape)}: give both one shape.")
+            raise DataError(
+                f"attention_mask is {list(mask.shape)} and input_ids {list(ids.shape)}: give both one shape."
+            )
         return mask
     pad = options.pad_token_id
     if pad is None or pad in options.eos_ids:

@@ -57,7 +57,7 @@ def begin(
 
 def choose(state: Rows, scores: jax.Array, values: Values, plan: Plan) -> Rows:
     """Return the state with the next token of each row, chosen by the model's `scores` `[rows, vocab]`."""
-    rows, vocab = scores.shape
+    vocab = scores.shape[-1]
     filled = state.tokens.shape[1] - plan.capacity + state.step
     seen = Seen(state.tokens, filled, state.first, state.step)
     scores = edit(scores, seen, values, names=plan.edits, own=plan.processors)

@@ -1,6 +1,7 @@
 """`generate`, for every class that continues token ids."""
 
 import copy
+import inspect
 import json
 import logging
 import secrets
@@ -17,7 +18,7 @@ from distaff.core.tree import Tree
 from distaff.generation import options as generation_options
 from distaff.generation.decoders import CausalDecoder, EncoderDecoder, Inputs, blank_of
 from distaff.generation.options import Options, resolve_options
-from distaff.generation.plan import SMALLEST, Plan, bucket, make_plan, new_tokens
+from distaff.generation.plan import Plan, bucket, make_plan, new_tokens
 from distaff.generation.programs import Call, Programs, make_programs
 from distaff.generation.prompts import filled_up, left_padded, read_rows, right_padded, row_bucket, tokens_of
 from distaff.generation.streaming import StopStrings, Streamer, stream
@@ -79,6 +80,8 @@ class Generates(FlaxPreTrainedModel):
 
         Raises `UsageError` for options that are unknown or not supported, `DataError` for prompts that do not fit.
         """
+        if "lazy_logits" not in inspect.signature(type(self.module).__call__).parameters:
+            raise UsageError(f"{type(self).__name__} has no language modeling head: load the class that has one.")
         vocab = self.config.vocab_size
         start = getattr(self, "decoder_start_token_id", None)
         chosen = resolve_options(self.config, self.generation_config, generation_config, options, start=start)
@@ -95,7 +98,8 @@ class Generates(FlaxPreTrainedModel):
         inputs = Inputs(*(None if array is None else jnp.asarray(filled_up(array, batch)) for array in inputs))
         call = Call(inputs, jnp.arange(batch) < len(ids), values, key)
         started = inputs.ids if inputs.start is None else inputs.start
-        blank = blank_of(lambda: self._empty_cache(batch, started.shape[1] + plan.capacity, inputs))
+        init_cache: Any = self.init_cache  # type: ignore[attr-defined]
+        blank = blank_of(lambda: init_cache(batch, started.shape[1] + plan.capacity))
         params = self.params if params is None else params
         if streamer is None and not chosen.stop_strings:
             state = self._compiled.whole(params, call, blank=blank, plan=plan)
@@ -119,11 +123,6 @@ class Generates(FlaxPreTrainedModel):
     @property
     def _is_encoder_decoder(self) -> bool:
         return bool(getattr(self.config, "is_encoder_decoder", False))
-
-    def _empty_cache(self, batch: int, slots: int, inputs: Inputs) -> Any:
-        if inputs.start is None:
-            return self.init_cache(batch, slots)  # type: ignore[attr-defined]
-        return self.init_cache(batch, slots, None)  # type: ignore[attr-defined]
 
     # Inside.
 
@@ -152,13 +151,10 @@ class Generates(FlaxPreTrainedModel):
                 )
             prompts = np.full((len(ids), 1), options.decoder_start_token_id, np.int32)
         else:
-            prompts = read_rows(decoder_input_ids, np.ones(np.shape(decoder_input_ids)), options, self._vocab)[0]
+            everywhere = np.ones(np.shape(decoder_input_ids))
+            prompts, _ = read_rows(decoder_input_ids, everywhere, options, self.config.vocab_size)
         source = right_padded(ids, mask, filling, bucket(ids.shape[1], longest=longest))
         return Inputs(*source, prompts), prompts
-
-    @property
-    def _vocab(self) -> int:
-        return self.config.vocab_size
 
     # The file beside the config.
 
@@ -189,7 +185,9 @@ def _key(prng_key: Any, options: Options) -> tuple[jax.Array, int | None]:
         return (prng_key if typed else jax.random.wrap_key_data(jnp.asarray(prng_key))), None
     seed = secrets.randbits(31) if options.do_sample else 0
     if options.do_sample:
-        logger.info("Sampling with the fresh seed %d: pass prng_key=jax.random.key(%d) for the same tokens.", seed, seed)
+        logger.info(
+            "Sampling with the fresh seed %d: pass prng_key=jax.random.key(%d) for the same tokens.", seed, seed
+        )
     return jax.random.key(seed), seed if options.do_sample else None
 
 
@@ -201,7 +199,7 @@ def _stop_strings(options: Options, tokenizer: Any, prompts: np.ndarray, plan: P
         raise UsageError(f"stop_strings={strings!r} are looked for in text: pass tokenizer=...")
     if not all(strings):
         raise UsageError("stop_strings holds an empty string: leave it out.")
-    return StopStrings(strings, tokenizer, np.repeat(prompts, plan.copies, axis=0))
+    return StopStrings(strings, tokenizer, list(np.repeat(prompts, plan.copies, axis=0)))
 
 
 def _output(state: Any, prompts: np.ndarray, plan: Plan, seed: int | None) -> FlaxGenerateOutput:
@@ -223,6 +221,3 @@ def _output(state: Any, prompts: np.ndarray, plan: Plan, seed: int | None) -> Fl
         history = state.history[: int(state.step), : batch * plan.copies].swapaxes(0, 1)
     sequences = np.concatenate([np.repeat(prompts, plan.returned, axis=0), generated], axis=1)
     return FlaxGenerateOutput(sequences, lengths, scores, history, seed)
-
-
-__all__ = ["SMALLEST", "FlaxGenerateOutput", "Generates", "LogitsProcessor"]
