@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distaff.core.errors import DataError, UsageError, listed
+from distaff.generation_pipelines import KINDS
 from distaff.hub import open_tokenizer, resolve
 from distaff.models.auto import FlaxAutoModelForMaskedLM
 
@@ -17,7 +18,7 @@ from distaff.models.auto import FlaxAutoModelForMaskedLM
 _LENGTH_MULTIPLE = 16
 
 
-def pipeline(task: str, model: Any = None, *, tokenizer: Any = None, **settings: Any) -> "FillMaskPipeline":
+def pipeline(task: str, model: Any = None, *, tokenizer: Any = None, **settings: Any) -> Any:
     """Return a callable for `task` with `model`: a folder, a Hub id, or a loaded model with its tokenizer.
 
     Raises `UsageError` for a task that there is not.
@@ -137,4 +138,4 @@ def _check_top_k(top_k: int) -> None:
         raise UsageError(f"top_k is {top_k}: it must be at least 1.")
 
 
-PIPELINES: dict[str, Any] = {"fill-mask": FillMaskPipeline}
+PIPELINES: dict[str, Any] = {"fill-mask": FillMaskPipeline, **{kind.task: kind for kind in KINDS}}
