@@ -21,15 +21,16 @@ import numpy as np
 import optax
 from transformers import AutoConfig
 
-from distaff.core.errors import UsageError
+from distaff.core.errors import DataError, UsageError
 from distaff.core.mesh import make_mesh
 from distaff.data.masking import MlmCollate
 from distaff.hub import resolve
 from distaff.models.auto import FlaxAutoModelForMaskedLM, FlaxAutoModelForPreTraining
 from distaff.models.electra import FlaxElectraForMaskedLM, FlaxElectraForPreTraining
+from distaff.tasks import _folder
 from distaff.tasks import _recipe as recipe
-from distaff.tasks._flags import check_dtypes, flag
-from distaff.tasks.mlm import MlmFlags, count_steps, make_data
+from distaff.tasks._flags import flag
+from distaff.tasks.mlm import MlmData, MlmFlags, check_evaluation, check_together, count_steps, make_data
 from distaff.train import evaluate, fit, make_optimizer
 
 logger = logging.getLogger("distaff")
@@ -237,11 +238,10 @@ def generator_config(flags: ElectraFlags, config, folder: str | None):
 
 def train(flags: ElectraFlags) -> int:
     """Train and evaluate, write the folder, and return the exit code."""
-    flags.check_training()
-    check_dtypes(flags)
     if not flags.do_train:
         return evaluate_only(flags)
-    folder = recipe.prepare_folder(flags, "electra")
+    check_together(flags)
+    folder = _folder.check_folder(flags)
     pair = prepare_models(flags)
     mesh, weight = make_mesh(), flags.discriminator_weight
     rows = recipe.rows_a_step(flags, mesh)
@@ -262,16 +262,19 @@ def train(flags: ElectraFlags) -> int:
         mesh=mesh,
         tokens_per_batch="attention_mask",
         derived=partial(total, weight),
+        on_start=partial(_folder.begin, folder, flags, "electra"),
     )
     if result.interrupted:
         logger.warning("Stopped at step %d; go on with --resume_from_checkpoint.", result.step)
         return 128 + result.interrupted
-    metrics = result.metrics or recipe.read_results(folder)
+    metrics = result.metrics
+    if not metrics:
+        # Resumed at its last step: nothing was trained, and what was measured then stands in the log.
+        logger.info("All %d steps were done before; the models are written again.", result.step)
+        metrics = _folder.logged_at(folder, result.step)
+        if flags.do_eval and "eval_loss" not in metrics:
+            metrics |= measure(flags, pair, result.state.params, data, mesh)
     if jax.process_index() == 0:
-        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
-        trained = {name: value for name, value in metrics.items() if not name.startswith("eval_")}
-        recipe.write_results(folder, "train", {**trained, "train_steps": result.step})
-        recipe.write_results(folder, "eval", evaluated)
         # First, so that it is published with the rest.
         pair.generator.save_pretrained(folder / GENERATOR_FOLDER, join(result.state.params))
         recipe.finish(
@@ -281,9 +284,21 @@ def train(flags: ElectraFlags) -> int:
             params=result.state.params["discriminator"],
             tokenizer=pair.tokenizer,
             task=None,
-            metrics={name.removeprefix("eval_"): value for name, value in evaluated.items()},
+            metrics=metrics,
+            step=result.step,
         )
     return 0
+
+
+def measure(flags: ElectraFlags, pair: Pair, params, data: MlmData, mesh) -> dict[str, float]:
+    """Return the figures of an evaluation of `params`, as `eval_...`."""
+    assert data.evaluation is not None
+    weight = flags.discriminator_weight
+    loss_fn = partial(electra_loss, pair.generator.module, pair.discriminator.module, weight)
+    values = evaluate(loss_fn, params=params, batches=data.evaluation, steps=data.eval_steps, mesh=mesh)
+    if "loss" not in values:
+        raise DataError("The evaluation texts have no tokens to score: give more text.")
+    return {f"eval_{name}": value for name, value in (values | total(weight, values)).items()}
 
 
 def _data(flags: ElectraFlags, pair: Pair, rows: tuple[int, int]):
@@ -293,17 +308,14 @@ def _data(flags: ElectraFlags, pair: Pair, rows: tuple[int, int]):
 
 def evaluate_only(flags: ElectraFlags) -> int:
     """Evaluate a checkpoint, print the metrics and, with --output_dir, write them."""
-    flags.do_train, flags.do_eval = False, True
-    if flags.model_name_or_path is None:
-        raise UsageError("There is nothing to evaluate: give --model_name_or_path.")
-    pair, mesh, weight = prepare_models(flags), make_mesh(), flags.discriminator_weight
+    check_evaluation(flags)
+    flags.do_train = False
+    folder = _folder.output_folder(flags.output_dir) if flags.output_dir is not None else None
+    pair, mesh = prepare_models(flags), make_mesh()
     data = _data(flags, pair, recipe.rows_a_step(flags, mesh))
-    assert data.evaluation is not None
-    loss_fn = partial(electra_loss, pair.generator.module, pair.discriminator.module, weight)
-    values = evaluate(loss_fn, params=pair.params(), batches=data.evaluation, steps=data.eval_steps, mesh=mesh)
-    named = {f"eval_{name}": value for name, value in (values | total(weight, values)).items()}
-    for name, value in named.items():
+    values = measure(flags, pair, pair.params(), data, mesh)
+    for name, value in values.items():
         print(f"{name} = {value:.6g}")
-    if flags.output_dir:
-        recipe.write_results(recipe.results_folder(flags.output_dir), "eval", named)
+    if folder is not None:
+        _folder.write_results(folder, {"eval": values}, add=True)
     return 0

@@ -220,12 +220,8 @@ def tokenize(flags: MlmFlags, texts, tokenizer, length: int):
 
 def train(flags: MlmFlags) -> int:
     """Train and evaluate, write the folder, and return the exit code."""
-    check_dtypes(flags)
     if not flags.do_train:
         return evaluate_only(flags)
-    flags.check_training()
-    flags.check_texts()
-    check_epsilon(flags, flags)
     check_together(flags)
     folder = _folder.check_folder(flags)
     tokenizer, model, length = prepare_model(flags)
@@ -289,17 +285,7 @@ def measure(model, params, data: MlmData, mesh) -> dict[str, float]:
 
 def evaluate_only(flags: MlmFlags) -> int:
     """Evaluate a checkpoint, print the metrics and, with --output_dir, write them."""
-    flags.check_numbers()
-    flags.check_texts()
-    check_dtypes(flags)
-    if not flags.do_eval:
-        raise UsageError("Without training and evaluation nothing is left to do: leave --do_eval False out.")
-    if flags.streaming:
-        raise UsageError("--streaming is for training, and an evaluation reads its texts whole: leave it out.")
-    if flags.model_name_or_path is None:
-        raise UsageError("There is nothing to evaluate: give --model_name_or_path.")
-    if not (flags.validation_file or flags.train_file or flags.dataset_name):
-        raise UsageError("There are no texts to evaluate on: give --validation_file or --dataset_name.")
+    check_evaluation(flags)
     flags.do_train = False
     folder = _folder.output_folder(flags.output_dir) if flags.output_dir is not None else None
     tokenizer, model, length = prepare_model(flags)
@@ -323,8 +309,27 @@ def prepare_model(flags: MlmFlags) -> tuple[Any, FlaxTextModel, int]:
     return tokenizer, model, recipe.row_length(flags, tokenizer, model.longest_input)
 
 
+def check_evaluation(flags: MlmFlags) -> None:
+    """Raise `UsageError` unless the flags describe an evaluation."""
+    flags.check_numbers()
+    flags.check_texts()
+    check_dtypes(flags)
+    if not flags.do_eval:
+        raise UsageError("Without training and evaluation nothing is left to do: leave --do_eval False out.")
+    if flags.streaming:
+        raise UsageError("--streaming is for training, and an evaluation reads its texts whole: leave it out.")
+    if flags.model_name_or_path is None:
+        raise UsageError("There is nothing to evaluate: give --model_name_or_path.")
+    if not (flags.validation_file or flags.train_file or flags.dataset_name):
+        raise UsageError("There are no texts to evaluate on: give --validation_file or --dataset_name.")
+
+
 def check_together(flags: MlmFlags) -> None:
-    """Raise `UsageError` for flags that do not go together."""
+    """Raise `UsageError` for values that no training can have, and for flags that do not go together."""
+    check_dtypes(flags)
+    flags.check_training()
+    flags.check_texts()
+    check_epsilon(flags, flags)
     if flags.num_train_steps is not None and flags.max_steps not in (-1, flags.num_train_steps):
         raise UsageError(
             f"--num_train_steps {flags.num_train_steps} and --max_steps {flags.max_steps} mean the same: give one."
