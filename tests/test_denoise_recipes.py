@@ -213,7 +213,7 @@ def test_accumulation_and_devices_do_not_change_the_update(recipe):
     [
         ("t5-mlm", ("--mlm_probability", "1"), "noise density is 1.0"),
         ("t5-mlm", ("--mean_noise_span_length", "0.5"), "noise span is 0.5"),
-        ("t5-mlm", ("--max_seq_length", "300"), "16 spans and the tokenizer 8 sentinel(s)"),
+        ("t5-mlm", ("--max_seq_length", "300"), "17 spans and the tokenizer 8 sentinel(s)"),
         ("t5-mlm", ("--max_seq_length", "3"), "3 tokens are too few"),
         ("t5-mlm", ("--preview", "-1"), "--preview is -1"),
         ("bart-dlm", ("--mlm_probability", "0"), "--mlm_probability is 0.0"),
