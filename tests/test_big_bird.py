@@ -176,7 +176,7 @@ class TestBigBird(Battery):
         case = self.cases["question_answering"]
         model, inputs = store.model(case), tensor_inputs(case.runs["question"])
         found = model(**inputs)
-        lengths = np.array([3, 2, 1])  # up to the first separator; none in the last row
+        lengths = np.array([3, 2, 8])  # up to the first separator, which is the last token of the last row
         given = model(**inputs, question_lengths=lengths)
         np.testing.assert_array_equal(found.start_logits, given.start_logits)
         column = model(**inputs, question_lengths=lengths[:, None])
