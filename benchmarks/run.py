@@ -32,8 +32,38 @@ def ours(script: str, *flags: str, huge_pages: bool) -> dict:
     return run([sys.executable, str(HERE / script), *flags], **(HUGE_PAGES if huge_pages else {}))
 
 
+# Benchmarks of generation: our flags, and those of the peers' script.
+GENERATION = {
+    "greedy": (("--task", "greedy"), ("--task", "generate")),
+    "greedy-8": (("--task", "greedy", "--batch", "8"), ("--task", "generate", "--batch", "8")),
+    "beam": (("--task", "beam"), ("--task", "generate", "--beams", "4")),
+    "t5-beam": (("--task", "t5"), ("--task", "generate_t5", "--beams", "4", "--new-tokens", "64")),
+}
+
+
+def generators(name: str, steps: int) -> dict[str, object]:
+    """The commands of a benchmark of generation, by the name of the contender."""
+    mine, theirs = GENERATION[name]
+    flags = (*mine, "--steps", str(steps))
+    table: dict[str, object] = {"distaff": lambda: ours("generate.py", *flags, huge_pages=True)}
+    if name.startswith("greedy"):
+        table["plain"] = lambda: ours("generate.py", *flags, "--variant", "plain", huge_pages=True)
+    peers = os.environ.get("PEERS_DIR")
+    if peers:
+        script = [str(Path(peers) / "venv-flax/bin/python"), "bench_flax.py", *theirs, "--steps", str(steps)]
+
+        def peer() -> dict:
+            result = run(script, cwd=Path(peers), XLA_FLAGS="")
+            return {**result, "generate_s": result["step_s"]}
+
+        table["transformers-4-flax"] = peer
+    return table
+
+
 def contenders(name: str, steps: int) -> dict[str, object]:
     """The commands to alternate, by the name of the contender."""
+    if name in GENERATION:
+        return generators(name, steps)
     flags = ("--steps", str(steps)) if name in STEPS else ()
     table = {
         "distaff": lambda: ours(f"{name}.py", *flags, huge_pages=True),
@@ -52,12 +82,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--only", choices=[*STEPS, "load", "init"])
+    parser.add_argument("--only", choices=[*STEPS, "load", "init", *GENERATION])
     flags = parser.parse_args()
     ours("load.py", "--variant", "make", huge_pages=False)
     print("| benchmark | contender | seconds | ratio | peak memory, MB | temporary memory, MB |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for name, measure in (*((step, "step_s") for step in STEPS), ("load", "load_s"), ("init", "init_s")):
+    measures = {
+        **dict.fromkeys(STEPS, "step_s"),
+        "load": "load_s",
+        "init": "init_s",
+        **dict.fromkeys(GENERATION, "generate_s"),
+    }
+    for name, measure in measures.items():
         if flags.only not in (None, name):
             continue
         table = contenders(name, flags.steps)
