@@ -32,6 +32,19 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("config", "create"): Command("distaff.tasks.config", "create", "ConfigFlags", "Write a model config."),
     ("train", "mlm"): Command("distaff.tasks.mlm", "train", "MlmFlags", "Masked language modeling."),
     ("eval", "mlm"): Command("distaff.tasks.mlm", "evaluate_only", "MlmFlags", "Evaluate a masked language model."),
+    ("train", "summarization"): Command(
+        "distaff.tasks.summarization", "train", "SummarizationFlags", "Summaries of texts."
+    ),
+    ("eval", "summarization"): Command(
+        "distaff.tasks.summarization",
+        "evaluate_only",
+        "SummarizationFlags",
+        "Evaluate a model of summaries.",
+    ),
+    ("train", "translation"): Command("distaff.tasks.translation", "train", "TranslationFlags", "Translation."),
+    ("eval", "translation"): Command(
+        "distaff.tasks.translation", "evaluate_only", "TranslationFlags", "Evaluate a model of translation."
+    ),
     ("predict", "fill-mask"): Command(
         "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
     ),

@@ -1,0 +1,207 @@
+"""What summarization and translation share: the loss, and the run from flags to a folder.
+
+Empty texts: rows without source and target are left out and counted; a row that lacks one of them is refused with its
+file and line, or with `--skip_blank_pairs` left out and counted too. In `--test_file` every row stays, so that line n
+of `generated_predictions.txt` belongs to row n, and an empty text that is compared scores 0.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from distaff.core.errors import UsageError
+from distaff.core.mesh import make_mesh
+from distaff.core.tree import Tree
+from distaff.data.batches import Batches
+from distaff.nn.vocabulary import cross_entropy_sum, score_sums
+from distaff.tasks import _recipe as recipe
+from distaff.tasks._pairs import (
+    Seq2SeqFlags,
+    Side,
+    Task,
+    first,
+    generate_texts,
+    load,
+    make_batches,
+    prepare_model,
+    read_pairs,
+    write_lines,
+)
+from distaff.train import evaluate, fit, make_optimizer
+
+logger = logging.getLogger("distaff")
+
+
+# Loss.
+
+
+def seq2seq_loss(
+    module,
+    decoder_inputs: Callable[[jax.Array], jax.Array],
+    params: Tree,
+    batch: dict[str, jax.Array],
+    rng: jax.Array | None,
+    *,
+    label_smoothing: float = 0.0,
+) -> dict[str, tuple[Any, Any]]:
+    """Sum the cross-entropy of `labels` over `label_weights`, both `[batch, target length]`.
+
+    The decoder reads the labels shifted to the right. With `label_smoothing` s, in training alone, a token costs
+    -(1 - s) log p(label) - s mean(log p(any token)); the old script's smoothing is this less a constant, up to the part
+    of the label itself in the mean. `[batch, target length, vocab]` never exists as a whole.
+    """
+    outputs = module.apply(
+        {"params": params},
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        decoder_input_ids=decoder_inputs(batch["labels"]),
+        deterministic=rng is None,
+        lazy_logits=True,
+        rngs=None if rng is None else {"dropout": rng},
+    )
+    labels, weights = batch["labels"], batch["label_weights"]
+    if rng is not None:
+        loss = cross_entropy_sum(outputs.logits, labels, weights, label_smoothing=label_smoothing)
+        return {"loss": (loss, jnp.sum(weights))}
+    loss, hits = score_sums(outputs.logits, labels, weights)
+    return {"loss": (loss, jnp.sum(weights)), "accuracy": (hits, jnp.sum(weights))}
+
+
+# Wiring.
+
+
+def train(flags: Seq2SeqFlags, task: Task) -> int:
+    """Train and evaluate, write the folder, predict where asked, and return the exit code."""
+    flags.check()
+    if not flags.do_train:
+        return evaluate_only(flags, task)
+    folder = recipe.prepare_folder(flags, task.name)
+    side = prepare_model(flags, task)
+    model, mesh = side.model, make_mesh()
+    rows = recipe.rows_a_step(flags, mesh)
+    pairs, eval_pairs = read_pairs(flags, task)
+    batches = make_batches(flags, side, pairs, rows[0], train=True)
+    eval_batches = None if eval_pairs is None else make_batches(flags, side, eval_pairs, rows[1], train=False)
+    epoch = batches.steps_per_epoch
+    steps = flags.max_steps if flags.max_steps > 0 else max(1, math.ceil(flags.num_train_epochs * epoch))
+    plan = recipe.Plan(*rows, steps)
+    plan.log(flags, mesh)
+    recipe.log_start(flags, flags)
+    tx, schedule = make_optimizer(flags.optimizer(), total_steps=plan.total_steps, decay_mask=model.decay_mask())
+    score = None
+    if flags.predict_with_generate and eval_batches is not None:
+        score = scorer(task, side, eval_batches, eval_pairs["target"][:])
+    eval_steps = eval_batches.steps_per_epoch if eval_batches else 0
+    result = fit(
+        loss_function(flags, model),
+        params=model.params,
+        tx=tx,
+        schedule=schedule,
+        batches=batches,
+        eval_batches=eval_batches,
+        config=flags.loop(total_steps=plan.total_steps, steps_per_epoch=epoch, eval_batches=eval_steps),
+        mesh=mesh,
+        tokens_per_batch="attention_mask",
+        score=score,
+    )
+    if result.interrupted:
+        logger.warning("Stopped at step %d; go on with --resume_from_checkpoint.", result.step)
+        return 128 + result.interrupted
+    return leave(flags, task, side, result, folder, mesh)
+
+
+def leave(flags: Seq2SeqFlags, task: Task, side: Side, result, folder: Path, mesh: Mesh) -> int:
+    """Write what a run leaves, and predict where asked."""
+    params = result.state.params
+    metrics = result.metrics or recipe.read_results(folder)
+    named = predict(flags, task, side, params, mesh, folder) if flags.do_predict else {}
+    if jax.process_index() == 0:
+        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+        trained = {name: value for name, value in metrics.items() if not name.startswith(("eval_", "predict_"))}
+        recipe.write_results(folder, "train", {**trained, "train_steps": result.step})
+        recipe.write_results(folder, "eval", evaluated)
+        recipe.finish(
+            folder,
+            flags,
+            model=side.model,
+            params=params,
+            tokenizer=side.tokenizer,
+            task=task.pipeline,
+            metrics={name.removeprefix("eval_"): value for name, value in {**evaluated, **named}.items()},
+        )
+    return 0
+
+
+def evaluate_only(flags: Seq2SeqFlags, task: Task) -> int:
+    """Evaluate a checkpoint, predict where asked, print the metrics and, with --output_dir, write them."""
+    flags.check()
+    flags.do_train = False
+    if flags.model_name_or_path is None:
+        raise UsageError("There is nothing to evaluate: give --model_name_or_path.")
+    if flags.do_predict and not flags.output_dir:
+        raise UsageError("Predictions go into a folder: name it with --output_dir.")
+    # With --do_predict and data for it alone there is nothing else to evaluate on.
+    flags.do_eval = flags.do_eval and bool(
+        flags.validation_file or flags.train_file or flags.dataset_name or not flags.do_predict
+    )
+    folder = recipe.results_folder(flags.output_dir) if flags.output_dir else None
+    side, mesh = prepare_model(flags, task), make_mesh()
+    named: dict[str, float] = {}
+    if flags.do_eval:
+        _, pairs = read_pairs(flags, task)
+        batches = make_batches(flags, side, pairs, recipe.rows_a_step(flags, mesh)[1], train=False)
+        score = scorer(task, side, batches, pairs["target"][:]) if flags.predict_with_generate else None
+        values = measure(flags, side, side.model.params, batches, mesh) | (score(side.model.params) if score else {})
+        named = {f"eval_{name}": value for name, value in values.items()}
+        if folder:
+            recipe.write_results(folder, "eval", named)
+    if flags.do_predict and folder:
+        named |= predict(flags, task, side, side.model.params, mesh, folder)
+    for name, value in named.items():
+        print(f"{name} = {value:.6g}")
+    return 0
+
+
+def loss_function(flags: Seq2SeqFlags, model):
+    """Return `(params, batch, rng) -> sums` of the model."""
+    inputs = model.prepare_decoder_input_ids_from_labels
+    return partial(seq2seq_loss, model.module, inputs, label_smoothing=flags.label_smoothing_factor)
+
+
+def measure(flags: Seq2SeqFlags, side: Side, params: Tree, batches: Batches, mesh: Mesh) -> dict[str, float]:
+    """Return loss and accuracy."""
+    loss_fn = loss_function(flags, side.model)
+    return evaluate(loss_fn, params=params, batches=batches, steps=batches.steps_per_epoch, mesh=mesh)
+
+
+def predict(flags: Seq2SeqFlags, task: Task, side: Side, params: Tree, mesh: Mesh, folder: Path) -> dict[str, float]:
+    """Write `generated_predictions.txt` and `predict_results.json`; the latter compares with targets if there are."""
+    pairs = first(load(flags, task.predict_columns, flags.test_file, "test"), flags.max_predict_samples)
+    batches = make_batches(flags, side, pairs, recipe.rows_a_step(flags, mesh)[1], train=False)
+    texts = generate_texts(side, params, batches)
+    write_lines(folder / "generated_predictions.txt", texts)
+    values: dict[str, float] = {"samples": len(texts)}
+    targets = pairs["target"][:]
+    if None not in targets:
+        values |= measure(flags, side, params, batches, mesh)
+        values |= task.scores(texts, [target.strip() for target in targets])
+    named = {f"predict_{name}": value for name, value in values.items()}
+    recipe.write_results(folder, "predict", named)
+    return named
+
+
+def scorer(task: Task, side: Side, batches: Batches, targets: list[str]):
+    """Return the function from parameters to the scores of what they write for `batches`."""
+    wanted = [target.strip() for target in targets]
+
+    def score(params: Tree) -> dict[str, float]:
+        return task.scores(generate_texts(side, params, batches), wanted)
+
+    return score
