@@ -10,15 +10,22 @@ from distaff.models import FAMILIES, public_names
 
 if TYPE_CHECKING:
     from distaff.models.auto import *  # noqa: F403
+    from distaff.models.bart import *  # noqa: F403
     from distaff.models.bert import *  # noqa: F403
     from distaff.models.gpt2 import *  # noqa: F403
+    from distaff.models.mbart import *  # noqa: F403
     from distaff.models.roberta import *  # noqa: F403
+    from distaff.models.t5 import *  # noqa: F403
     from distaff.pipelines import pipeline as pipeline
     from distaff.pretrained import FlaxPreTrainedModel as FlaxPreTrainedModel
 
 __version__ = "0.1.0"
 
-_AUTO_HEADS = sorted({head for family in FAMILIES.values() for head in family.heads} - {"Model", "LMHeadModel"})
+# Heads whose automatic class has another name, or none.
+_NAMED_OTHERWISE = {"Model", "EncoderModel", "LMHeadModel", "ForConditionalGeneration"}
+_AUTO_HEADS = sorted(
+    {head for family in FAMILIES.values() for head in family.heads} - _NAMED_OTHERWISE | {"ForSeq2SeqLM"}
+)
 
 _HOMES = {
     **public_names(),

@@ -184,16 +184,30 @@ def _match(checkpoint, table, shapes, family, ties, ignore_mismatched_sizes) -> 
                 mismatched.append(row.key)
             else:
                 wrong.append(f"{row.key} ({leaf.path}): file {tuple(checkpoint.shape(name))}, model {expected}")
+    _refuse_unlike(checkpoint, names, table)
     left_over = _left_over(names, table, ties, family)
     _refuse(checkpoint, missing, wrong, names.strangers(left_over))
     return found, LoadingReport(tuple(new), tuple(sorted(left_over)), tuple(mismatched))
+
+
+def _refuse_unlike(checkpoint, names: _FileNames, table) -> None:
+    """Raise `CheckpointError` where a file has one tensor of ours under several names, with different values."""
+    for row in (row for leaf in table.values() for row in leaf.rows if row.repeats):
+        each = [names.find(Row(key, "", row.kind, ())) for key in (row.key, *row.repeats)]
+        found = [name for name in each if name]
+        unlike = [name for name in found[1:] if not np.array_equal(checkpoint[found[0]], checkpoint[name])]
+        if unlike:
+            raise CheckpointError(
+                f"{found[0]} and {listed(unlike)} of {listed(map(str, checkpoint.files), 3)} differ and are one tensor "
+                "here: convert the checkpoint with PyTorch, or keep the right one alone."
+            )
 
 
 def _left_over(names: _FileNames, table, ties, family) -> set[str]:
     used: set[str] = set()
     for leaf in table.values():
         for row in leaf.rows:
-            each = [Row(key, "", row.kind, ()) for key in (row.key, *row.aliases, *row.copies)]
+            each = [Row(key, "", row.kind, ()) for key in (row.key, *row.aliases, *row.copies, *row.repeats)]
             used.update(name for name in map(names.find, [row, *each]) if name)
     used.update(name for name in (names.find(Row(tie.key, "", "linear", ())) for tie in ties) if name)
     return {name for name in names.names - used if not matches(family.ignored, name)}

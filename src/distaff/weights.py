@@ -16,7 +16,7 @@ import numpy as np
 from distaff.core.tree import flatten
 from distaff.nn.stack import STACKED
 
-Kind = Literal["linear", "conv1d", "embedding", "norm_scale", "bias", "raw"]
+Kind = Literal["linear", "conv1d", "embedding", "norm_scale", "rms_scale", "bias", "raw"]
 
 # How PyTorch calls the last part of a parameter's name, and how Flax does.
 _LEAF_NAMES: dict[str, tuple[str, str]] = {
@@ -24,6 +24,7 @@ _LEAF_NAMES: dict[str, tuple[str, str]] = {
     "conv1d": ("weight", "kernel"),
     "embedding": ("weight", "embedding"),
     "norm_scale": ("weight", "scale"),
+    "rms_scale": ("weight", "weight"),
     "bias": ("bias", "bias"),
 }
 # LayerNorm's parameters in checkpoints that were converted from TensorFlow.
@@ -36,8 +37,10 @@ class Row:
 
     `key` is the name in PyTorch files, `path` the '/'-path in our tree, `axes` the logical axes of our array, `kind`
     the transformation between the two. `aliases` are other names under which the tensor may stand in a file, looked
-    for in order before `key`; those in `copies` are written too. `std` is the standard deviation of random weights,
-    None for the config's `initializer_range`. `required` parameters are never newly made for a checkpoint.
+    for in order before `key`; those in `copies` are written too, those in `repeats` are looked for after `key`, are
+    never written and must hold the same. `std` is the standard deviation of random weights, None for the config's
+    `initializer_range`; an RMSNorm's scale starts at it, or at 1. `required` parameters are never newly made for a
+    checkpoint.
     """
 
     key: str
@@ -47,6 +50,7 @@ class Row:
     count: int | None = None
     aliases: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
+    repeats: tuple[str, ...] = ()
     std: float | None = None
     required: bool = True
 
@@ -58,12 +62,12 @@ class Row:
     def names(self, file_format: str) -> tuple[str, ...]:
         """The names to look for in a file of that format, in their order."""
         if file_format == "msgpack":
-            return (*(_flax_key(alias, self.kind) for alias in self.aliases), self.flax_key)
+            return tuple(_flax_key(name, self.kind) for name in (*self.aliases, self.key, *self.repeats))
         legacy: tuple[str, ...] = ()
         if "norm" in self.key.lower() and self.key.endswith((".weight", ".bias")):
             stem, _, leaf = self.key.rpartition(".")
             legacy = (f"{stem}.{_LEGACY_NORM[leaf]}",)
-        return (*self.aliases, self.key, *legacy)
+        return (*self.aliases, self.key, *legacy, *self.repeats)
 
     def layer(self, index: int) -> "Row":
         """The row of layer `index`."""
@@ -129,8 +133,9 @@ def prefixed(prefix: str, rows: Iterable[Row], **fields: Any) -> list[Row]:
     """Rows of a model that is a part, named `prefix`, of another."""
 
     def inside(row: Row) -> Row:
-        aliases = tuple(f"{prefix}.{alias}" for alias in row.aliases)
-        return replace(row, key=f"{prefix}.{row.key}", path=f"{prefix}/{row.path}", aliases=aliases, **fields)
+        aliases, repeats = (tuple(f"{prefix}.{name}" for name in names) for names in (row.aliases, row.repeats))
+        row = replace(row, key=f"{prefix}.{row.key}", path=f"{prefix}/{row.path}", aliases=aliases, repeats=repeats)
+        return replace(row, **fields)
 
     return [inside(row) for row in rows]
 
@@ -215,6 +220,8 @@ def random_tensor(row: Row, shape: tuple[int, ...], seed: int, initializer_range
 
     Norm scales are 1, biases 0, everything else is normal: the initialisation of BERT and of all that followed it.
     """
+    if row.kind == "rms_scale":
+        return np.full(shape, 1.0 if row.std is None else row.std, np.float32)
     if row.kind in ("bias", "norm_scale"):
         return np.full(shape, 1.0 if row.kind == "norm_scale" else 0.0, np.float32)
     rng = np.random.Generator(np.random.SFC64([seed, zlib.crc32(row.path.encode())]))
@@ -225,7 +232,7 @@ def random_tensor(row: Row, shape: tuple[int, ...], seed: int, initializer_range
 
 def decays(kind: Kind) -> bool:
     """Tell whether weight decay acts on such parameters: not on biases and norms."""
-    return kind not in ("bias", "norm_scale")
+    return kind not in ("bias", "norm_scale", "rms_scale")
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:

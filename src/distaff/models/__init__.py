@@ -21,8 +21,12 @@ _ROBERTA_HEADS = tuple(
     "ForQuestionAnswering".split()
 )
 
+_T5_HEADS = ("Model", "EncoderModel", "ForConditionalGeneration")
+_BART_HEADS = ("Model", "ForConditionalGeneration", "ForSequenceClassification", "ForQuestionAnswering")
+
 # By model type of the config. To add a family, add its file and a line here.
 FAMILIES: dict[str, Family] = {
+    "bart": Family("bart", "Bart", _BART_HEADS),
     "bert": Family(
         "bert",
         "Bert",
@@ -33,6 +37,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "roberta": Family("roberta", "Roberta", _ROBERTA_HEADS),
     "gpt2": Family("gpt2", "GPT2", ("Model", "LMHeadModel", "ForCausalLM")),
+    "mbart": Family("mbart", "MBart", _BART_HEADS),
+    "mt5": Family("t5", "MT5", _T5_HEADS),
+    "t5": Family("t5", "T5", _T5_HEADS),
     "xlm-roberta": Family("roberta", "XLMRoberta", _ROBERTA_HEADS),
 }
 

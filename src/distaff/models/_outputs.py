@@ -133,3 +133,82 @@ class FlaxQuestionAnsweringModelOutput(ModelOutput):
     end_logits: Array | None = None
     hidden_states: tuple[Array, ...] | None = None
     attentions: tuple[Array, ...] | None = None
+
+
+class FlaxBaseModelOutput(ModelOutput):
+    """`last_hidden_state` `[batch, length, embed]`; the rest as in `FlaxBaseModelOutputWithPooling`."""
+
+    last_hidden_state: Array | None = None
+    hidden_states: tuple[Array, ...] | None = None
+    attentions: tuple[Array, ...] | None = None
+
+
+class FlaxBaseModelOutputWithPastAndCrossAttentions(ModelOutput):
+    """`last_hidden_state` `[batch, length, embed]` of a decoder, and the cache with this call's tokens in it.
+
+    `cross_attentions`: `[batch, heads, queries, source keys]` a layer.
+    """
+
+    last_hidden_state: Array | None = None
+    past_key_values: Cache | None = None
+    hidden_states: tuple[Array, ...] | None = None
+    attentions: tuple[Array, ...] | None = None
+    cross_attentions: tuple[Array, ...] | None = None
+
+
+class FlaxCausalLMOutputWithCrossAttentions(ModelOutput):
+    """`logits` `[batch, length, vocab]` of a decoder, and the cache with this call's tokens in it."""
+
+    logits: Logits | None = None
+    past_key_values: Cache | None = None
+    hidden_states: tuple[Array, ...] | None = None
+    attentions: tuple[Array, ...] | None = None
+    cross_attentions: tuple[Array, ...] | None = None
+
+
+class _States(ModelOutput):
+    decoder_hidden_states: tuple[Array, ...] | None = None
+    decoder_attentions: tuple[Array, ...] | None = None
+    cross_attentions: tuple[Array, ...] | None = None
+    encoder_last_hidden_state: Array | None = None
+    encoder_hidden_states: tuple[Array, ...] | None = None
+    encoder_attentions: tuple[Array, ...] | None = None
+
+    def states(self) -> dict[str, Any]:
+        """Return what every output of an encoder-decoder holds, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(_States)}
+
+
+class _Last(ModelOutput):
+    last_hidden_state: Array | None = None
+
+
+class _OnlyLogits(ModelOutput):
+    logits: Logits | None = None
+
+
+class _Span(ModelOutput):
+    start_logits: Array | None = None
+    end_logits: Array | None = None
+
+
+# Fields of the last base come first.
+
+
+class FlaxSeq2SeqModelOutput(_States, _Last):
+    """`last_hidden_state` `[batch, length, embed]` of the decoder, `encoder_last_hidden_state`, and both's states.
+
+    `cross_attentions`: `[batch, heads, queries, source keys]` a layer.
+    """
+
+
+class FlaxSeq2SeqLMOutput(_States, _OnlyLogits):
+    """`logits` `[batch, length, vocab]`; the rest as in `FlaxSeq2SeqModelOutput`."""
+
+
+class FlaxSeq2SeqSequenceClassifierOutput(_States, _OnlyLogits):
+    """`logits` `[batch, num_labels]`; the rest as in `FlaxSeq2SeqModelOutput`."""
+
+
+class FlaxSeq2SeqQuestionAnsweringModelOutput(_States, _Span):
+    """`start_logits` and `end_logits`, each `[batch, length]`; the rest as in `FlaxSeq2SeqModelOutput`."""

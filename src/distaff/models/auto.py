@@ -80,6 +80,12 @@ class FlaxAutoModelForCausalLM(_AutoModel):
     heads = ("ForCausalLM",)
 
 
+class FlaxAutoModelForSeq2SeqLM(_AutoModel):
+    """Writing a text from another."""
+
+    heads = ("ForConditionalGeneration",)
+
+
 class FlaxAutoModelForNextSentencePrediction(_AutoModel):
     """Next sentence prediction."""
 
