@@ -133,9 +133,12 @@ def prefixed(prefix: str, rows: Iterable[Row], **fields: Any) -> list[Row]:
     """Rows of a model that is a part, named `prefix`, of another."""
 
     def inside(row: Row) -> Row:
-        aliases, repeats = (tuple(f"{prefix}.{name}" for name in names) for names in (row.aliases, row.repeats))
-        row = replace(row, key=f"{prefix}.{row.key}", path=f"{prefix}/{row.path}", aliases=aliases, repeats=repeats)
-        return replace(row, **fields)
+        def named(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(f"{prefix}.{name}" for name in names)
+
+        others = {"aliases": named(row.aliases), "copies": named(row.copies), "repeats": named(row.repeats)}
+        changes: dict[str, Any] = {"key": f"{prefix}.{row.key}", "path": f"{prefix}/{row.path}", **others, **fields}
+        return replace(row, **changes)
 
     return [inside(row) for row in rows]
 

@@ -25,6 +25,12 @@ from safetensors import safe_open
 TOLERANCE = 1e-4
 
 FAMILIES = sorted(path.stem for path in Path(__file__).with_name("torch_cases").glob("[a-z]*.py"))
+# Where the last of several hidden states is found again.
+LAST = {
+    "hidden_states": "last_hidden_state",
+    "decoder_hidden_states": "last_hidden_state",
+    "encoder_hidden_states": "encoder_last_hidden_state",
+}
 TIED_KEYS = ("decoder.weight", "decoder.bias")
 
 
@@ -56,7 +62,9 @@ def keys_of(class_name: str, config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def break_tie(keys: dict[str, tuple[int, ...]], config: Any) -> dict[str, tuple[int, ...]]:
-    bias = next(name for name in keys if name in ("cls.predictions.bias", "lm_head.bias"))
+    bias = next((name for name in keys if name in ("cls.predictions.bias", "lm_head.bias")), None)
+    if bias is None:
+        return dict(sorted({**keys, "lm_head.weight": (config.vocab_size, config.hidden_size)}.items()))
     prefix = bias.removesuffix("bias")
     shapes = ((config.vocab_size, config.hidden_size), (config.vocab_size,))
     return dict(sorted({**keys, **{prefix + name: shape for name, shape in zip(TIED_KEYS, shapes)}}.items()))
@@ -101,9 +109,10 @@ def make(family: str, name: str) -> golden.Case:
             continue
         outputs = call(model, inputs, states=base, attentions=base and run == "mixed")
         sum(value.sum() for value in outputs.values()).backward()
-        if base:  # the last hidden state is stored once, as `last_hidden_state`
-            last = f"hidden_states/{config.num_hidden_layers}"
-            assert torch.equal(outputs.pop(last), outputs["last_hidden_state"])
+        if base:  # the last hidden states are stored once, as `last_hidden_state` and `encoder_last_hidden_state`
+            for name, last in LAST.items():
+                states = [key for key in outputs if key.startswith(f"{name}/")]
+                assert not states or torch.equal(outputs.pop(states[-1]), outputs[last])
         filled[run] = golden.Run(inputs, {key: value.detach().numpy() for key, value in outputs.items()})
     dead = tuple(key for key, parameter in model.named_parameters() if parameter.grad is None)
     return replace(case, dead=dead, runs=filled, gradients=gradients, loss=loss)

@@ -274,10 +274,12 @@ def _stack_rows(config, side: str, final_norm: bool) -> list[Row]:
 def bart_rows(config, *, final_norm: bool) -> list[Row]:
     """Rows of the base model."""
     repeats = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+    # With an untied head, Transformers does not tie the embeddings of the two halves either: it wants each written.
+    copies = () if config.tie_word_embeddings else repeats
     return started(
         config,
         [
-            *embedding("shared", "shared", ("vocab", "embed"), repeats=repeats),
+            *embedding("shared", "shared", ("vocab", "embed"), repeats=repeats, copies=copies),
             *_stack_rows(config, "encoder", final_norm),
             *_stack_rows(config, "decoder", final_norm),
         ],
