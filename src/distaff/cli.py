@@ -48,6 +48,9 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("predict", "fill-mask"): Command(
         "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
     ),
+    ("generate",): Command(
+        "distaff.tasks.generate", "generate", "GenerateFlags", "Write text, shown as it comes.", ("model_name_or_path",)
+    ),
     ("push",): Command(
         "distaff.tasks.push", "push", "PushFlags", "Publish a folder on the Hub.", ("folder", "repo_id")
     ),

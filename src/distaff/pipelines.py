@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distaff.core.errors import DataError, UsageError, listed
+from distaff.generation_pipelines import KINDS
 from distaff.hub import open_tokenizer, resolve
 from distaff.models.auto import FlaxAutoModelForMaskedLM
 
@@ -15,7 +16,7 @@ from distaff.models.auto import FlaxAutoModelForMaskedLM
 _LENGTH_MULTIPLE = 16
 
 
-def pipeline(task: str, model: Any = None, *, tokenizer: Any = None, **settings: Any) -> "FillMaskPipeline":
+def pipeline(task: str, model: Any = None, *, tokenizer: Any = None, **settings: Any) -> Any:
     """Return a callable for `task` with `model`: a folder, a Hub id, or a loaded model with its tokenizer.
 
     Raises `UsageError` for a task that there is not.
@@ -117,4 +118,4 @@ class FillMaskPipeline:
         return np.asarray(sorted(set(ids)))
 
 
-PIPELINES: dict[str, Any] = {"fill-mask": FillMaskPipeline}
+PIPELINES: dict[str, Any] = {"fill-mask": FillMaskPipeline, **{kind.task: kind for kind in KINDS}}

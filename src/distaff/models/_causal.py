@@ -11,6 +11,7 @@ from jax import lax
 from distaff.core.errors import DataError
 from distaff.core.tree import Tree
 from distaff.models._family import FlaxTextModel, check_ids, default_flag
+from distaff.models._generation import Generates
 from distaff.models._outputs import FlaxCausalLMOutputWithPast
 from distaff.nn.cache import Cache, empty_cache
 from distaff.nn.heads import Decoder
@@ -78,7 +79,7 @@ class ForCausalLM(nn.Module):
         return getattr(self.config, "initializer_range", 0.02)
 
 
-class FlaxCausalModel(FlaxTextModel):
+class FlaxCausalModel(Generates, FlaxTextModel):
     """A decoder that continues token ids `[batch, length]`, with or without a cache of those before."""
 
     def __call__(  # type: ignore[override]

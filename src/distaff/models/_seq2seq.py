@@ -9,9 +9,9 @@ import numpy as np
 from distaff.core.errors import ConfigError, DataError, UsageError
 from distaff.core.tree import Tree
 from distaff.models._family import check_ids, default_flag
+from distaff.models._generation import Generates
 from distaff.models._outputs import ModelOutput
 from distaff.nn.cache import Cache, empty_cache
-from distaff.pretrained import FlaxPreTrainedModel
 
 
 def shift_tokens_right(labels, pad_token_id: int, decoder_start_token_id: int | None = None):
@@ -31,7 +31,7 @@ def shift_tokens_right(labels, pad_token_id: int, decoder_start_token_id: int | 
     return xp.concatenate([start, labels[:, :-1]], axis=1)
 
 
-class FlaxSeq2SeqModel(FlaxPreTrainedModel):
+class FlaxSeq2SeqModel(Generates):
     """An encoder of token ids `[batch, source length]`, and a decoder that writes `[batch, length]` from its states."""
 
     #: Look at concrete ids before they reach the device; False saves the copy to the host.
