@@ -2,14 +2,10 @@
 
 import json
 import re
-from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from distaff.cli import main
-from distaff.models._seq2seq import FlaxSeq2SeqModel
 from distaff.tasks.tokenizer import TokenizerFlags
 from distaff.tasks.tokenizer import run as train_tokenizer
 
@@ -65,25 +61,3 @@ def one_line(capsys) -> str:
     assert len(lines) == 1, error
     assert re.search(r"[.?]$", lines[0]), lines[0]
     return lines[0]
-
-
-def greedy(self, input_ids, attention_mask, *, params, max_new_tokens, num_beams):
-    """Stand in for `model.generate`: the likeliest token, without a cache, until all rows have ended."""
-    start, end, pad = self.decoder_start_token_id, self.config.eos_token_id, self.config.pad_token_id
-    ids = np.full((len(input_ids), max_new_tokens + 1), pad, np.int32)
-    ids[:, 0] = start
-    ended = np.zeros(len(ids), bool)
-    logits = jax.jit(lambda *inputs: self(*inputs, params=params).logits)
-    for place in range(max_new_tokens):
-        best = np.asarray(jnp.argmax(logits(input_ids, attention_mask, ids)[:, place], axis=-1))
-        ids[:, place + 1] = np.where(ended, pad, best)
-        ended |= best == end
-        if ended.all():
-            break
-    return SimpleNamespace(sequences=ids)
-
-
-def with_generate(monkeypatch) -> None:
-    """Give the models `generate` where they have none yet."""
-    if not hasattr(FlaxSeq2SeqModel, "generate"):
-        monkeypatch.setattr(FlaxSeq2SeqModel, "generate", greedy, raising=False)

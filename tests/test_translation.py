@@ -12,7 +12,7 @@ from distaff.tasks._flags import ModelFlags, TrainingFlags
 from distaff.tasks._pairs import Seq2SeqFlags, make_batches, prepare_model, read_pairs
 from distaff.tasks._seq2seq import loss_function
 from distaff.tasks.translation import TranslationFlags, set_languages, translation
-from pair_cases import BART, make_corpus, one_line, pairs, results, run, with_generate, write_rows
+from pair_cases import BART, make_corpus, one_line, pairs, results, run, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +20,6 @@ def corpus(tmp_path_factory):
     return make_corpus(
         tmp_path_factory.mktemp("corpus"), lambda source, target: {"translation": {"en": source, "de": target}}
     )
-
-
-@pytest.fixture(autouse=True)
-def generate(monkeypatch):
-    with_generate(monkeypatch)
 
 
 def train(corpus, output, *flags, steps=10):

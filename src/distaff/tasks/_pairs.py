@@ -227,13 +227,19 @@ def prepare_model(flags: Seq2SeqFlags, task: Task) -> Side:
     task.set_up(tokenizer, config)
     every = getattr(config, "task_specific_params", None) or {}
     asked = {"prefix": flags.source_prefix, "num_beams": flags.num_beams}
-    settings = {"prefix": "", **every.get(task.key, {})}
+    settings = {"prefix": getattr(config, "prefix", None) or "", **every.get(task.key, {})}
     settings |= {name: value for name, value in asked.items() if value is not None}
-    config.task_specific_params = {**every, task.key: settings}
+    config.task_specific_params, config.prefix = {**every, task.key: settings}, settings["prefix"]
     model = recipe.load_model(FlaxAutoModelForSeq2SeqLM, flags, config, seed=flags.seed, token=flags.hub_token)
     _check_ends(tokenizer, model)
     lengths = lengths_of(flags, tokenizer, model.longest_input)
     generation = {"max_new_tokens": lengths.val_target, "num_beams": settings.get("num_beams", 1)}
+    # Said here, because a checkpoint's generation_config.json may hold those of another language.
+    generation["decoder_start_token_id"] = model.decoder_start_token_id
+    if getattr(config, "forced_bos_token_id", None) is not None:
+        generation["forced_bos_token_id"] = config.forced_bos_token_id
+    if model.generation_config is not None:
+        model.generation_config |= generation
     return Side(model, tokenizer, lengths, settings["prefix"], generation)
 
 
