@@ -140,6 +140,13 @@ def _has_split(flags: Seq2SeqFlags, split: str) -> bool:
     )
 
 
+def read_test(flags: Seq2SeqFlags, task: Task) -> Any:
+    """Return the rows to predict for, None where not asked for."""
+    if not flags.do_predict:
+        return None
+    return first(load(flags, task.predict_columns, flags.test_file, "test"), flags.max_predict_samples)
+
+
 def load(flags: Seq2SeqFlags, columns: PairColumns, files: str | None, split: str):
     """Return the pairs of `files`, or of the split of --dataset_name."""
     return load_pairs(
@@ -233,7 +240,9 @@ def prepare_model(flags: Seq2SeqFlags, task: Task) -> Side:
     model = recipe.load_model(FlaxAutoModelForSeq2SeqLM, flags, config, seed=flags.seed, token=flags.hub_token)
     _check_ends(tokenizer, model)
     lengths = lengths_of(flags, tokenizer, model.longest_input)
-    generation = {"max_new_tokens": lengths.val_target, "num_beams": settings.get("num_beams", 1)}
+    # The start token takes a position too.
+    most = lengths.val_target if model.longest_input is None else min(lengths.val_target, model.longest_input - 1)
+    generation = {"max_new_tokens": most, "num_beams": settings.get("num_beams", 1)}
     # Said here, because a checkpoint's generation_config.json may hold those of another language.
     generation["decoder_start_token_id"] = model.decoder_start_token_id
     if getattr(config, "forced_bos_token_id", None) is not None:

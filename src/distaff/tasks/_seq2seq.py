@@ -26,12 +26,11 @@ from distaff.tasks._pairs import (
     Seq2SeqFlags,
     Side,
     Task,
-    first,
     generate_texts,
-    load,
     make_batches,
     prepare_model,
     read_pairs,
+    read_test,
     write_lines,
 )
 from distaff.train import evaluate, fit, make_optimizer
@@ -89,6 +88,9 @@ def train(flags: Seq2SeqFlags, task: Task) -> int:
     pairs, eval_pairs = read_pairs(flags, task)
     batches = make_batches(flags, side, pairs, rows[0], train=True)
     eval_batches = None if eval_pairs is None else make_batches(flags, side, eval_pairs, rows[1], train=False)
+    # Read before the training, so that what is wrong with them is not said after it.
+    test_pairs = read_test(flags, task)
+    test_batches = None if test_pairs is None else make_batches(flags, side, test_pairs, rows[1], train=False)
     epoch = batches.steps_per_epoch
     steps = flags.max_steps if flags.max_steps > 0 else max(1, math.ceil(flags.num_train_epochs * epoch))
     plan = recipe.Plan(*rows, steps)
@@ -108,20 +110,22 @@ def train(flags: Seq2SeqFlags, task: Task) -> int:
         eval_batches=eval_batches,
         config=flags.loop(total_steps=plan.total_steps, steps_per_epoch=epoch, eval_batches=eval_steps),
         mesh=mesh,
-        tokens_per_batch="attention_mask",
+        tokens_per_batch=lambda batch: int(batch["attention_mask"].sum() + batch["label_weights"].sum()),
         score=score,
     )
     if result.interrupted:
         logger.warning("Stopped at step %d; go on with --resume_from_checkpoint.", result.step)
         return 128 + result.interrupted
-    return leave(flags, task, side, result, folder, mesh)
+    named = {}
+    if test_batches is not None:
+        named = predict(flags, task, side, result.state.params, test_batches, test_pairs["target"][:], mesh, folder)
+    leave(flags, task, side, result, folder, named)
+    return 0
 
 
-def leave(flags: Seq2SeqFlags, task: Task, side: Side, result, folder: Path, mesh: Mesh) -> int:
-    """Write what a run leaves, and predict where asked."""
-    params = result.state.params
+def leave(flags: Seq2SeqFlags, task: Task, side: Side, result, folder: Path, predicted: dict[str, float]) -> None:
+    """Write what a run leaves."""
     metrics = result.metrics or recipe.read_results(folder)
-    named = predict(flags, task, side, params, mesh, folder) if flags.do_predict else {}
     if jax.process_index() == 0:
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
         trained = {name: value for name, value in metrics.items() if not name.startswith(("eval_", "predict_"))}
@@ -131,12 +135,11 @@ def leave(flags: Seq2SeqFlags, task: Task, side: Side, result, folder: Path, mes
             folder,
             flags,
             model=side.model,
-            params=params,
+            params=result.state.params,
             tokenizer=side.tokenizer,
             task=task.pipeline,
-            metrics={name.removeprefix("eval_"): value for name, value in {**evaluated, **named}.items()},
+            metrics={name.removeprefix("eval_"): value for name, value in {**evaluated, **predicted}.items()},
         )
-    return 0
 
 
 def evaluate_only(flags: Seq2SeqFlags, task: Task) -> int:
@@ -154,16 +157,19 @@ def evaluate_only(flags: Seq2SeqFlags, task: Task) -> int:
     folder = recipe.results_folder(flags.output_dir) if flags.output_dir else None
     side, mesh = prepare_model(flags, task), make_mesh()
     named: dict[str, float] = {}
+    rows = recipe.rows_a_step(flags, mesh)[1]
     if flags.do_eval:
         _, pairs = read_pairs(flags, task)
-        batches = make_batches(flags, side, pairs, recipe.rows_a_step(flags, mesh)[1], train=False)
+        batches = make_batches(flags, side, pairs, rows, train=False)
         score = scorer(task, side, batches, pairs["target"][:]) if flags.predict_with_generate else None
         values = measure(flags, side, side.model.params, batches, mesh) | (score(side.model.params) if score else {})
         named = {f"eval_{name}": value for name, value in values.items()}
         if folder:
             recipe.write_results(folder, "eval", named)
     if flags.do_predict and folder:
-        named |= predict(flags, task, side, side.model.params, mesh, folder)
+        pairs = read_test(flags, task)
+        batches = make_batches(flags, side, pairs, rows, train=False)
+        named |= predict(flags, task, side, side.model.params, batches, pairs["target"][:], mesh, folder)
     for name, value in named.items():
         print(f"{name} = {value:.6g}")
     return 0
@@ -181,17 +187,23 @@ def measure(flags: Seq2SeqFlags, side: Side, params: Tree, batches: Batches, mes
     return evaluate(loss_fn, params=params, batches=batches, steps=batches.steps_per_epoch, mesh=mesh)
 
 
-def predict(flags: Seq2SeqFlags, task: Task, side: Side, params: Tree, mesh: Mesh, folder: Path) -> dict[str, float]:
+def predict(
+    flags: Seq2SeqFlags,
+    task: Task,
+    side: Side,
+    params: Tree,
+    batches: Batches,
+    targets: list[str | None],
+    mesh: Mesh,
+    folder: Path,
+) -> dict[str, float]:
     """Write `generated_predictions.txt` and `predict_results.json`; the latter compares with targets if there are."""
-    pairs = first(load(flags, task.predict_columns, flags.test_file, "test"), flags.max_predict_samples)
-    batches = make_batches(flags, side, pairs, recipe.rows_a_step(flags, mesh)[1], train=False)
     texts = generate_texts(side, params, batches)
     write_lines(folder / "generated_predictions.txt", texts)
     values: dict[str, float] = {"samples": len(texts)}
-    targets = pairs["target"][:]
-    if None not in targets:
-        values |= measure(flags, side, params, batches, mesh)
-        values |= task.scores(texts, [target.strip() for target in targets])
+    wanted = [target.strip() for target in targets if target is not None]
+    if len(wanted) == len(texts):
+        values |= measure(flags, side, params, batches, mesh) | task.scores(texts, wanted)
     named = {f"predict_{name}": value for name, value in values.items()}
     recipe.write_results(folder, "predict", named)
     return named

@@ -4,6 +4,10 @@
         --train_file train.jsonl --validation_file validation.jsonl --text_column document --summary_column summary \\
         --max_source_length 512 --max_target_length 64 --predict_with_generate --num_beams 4
     distaff eval summarization --model_name_or_path t5-sum --do_predict --test_file test.jsonl --output_dir out
+
+Learnt by heart as a check: 64 pairs of SciTLDR, a T5 of 2 + 2 layers of width 64 from scratch, dropout 0, BPE of 1,000
+tokens, sources of 64 tokens, batches of 16, 300 steps at 4e-3: ROUGE-1 98.1, ROUGE-2 97.9, ROUGE-L 98.1 of what it
+writes back, greedily; 3 minutes on two shared cores.
 """
 
 from dataclasses import dataclass
