@@ -45,7 +45,7 @@ def loss_fn(params, batch, rng):  # sums and their weights, never means
 
 def main(argv=None):
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", dest="total_steps", type=int, default=400)
     parser.add_argument("--output_dir")
     parser.add_argument("--resume", help='"newest" or a checkpoint')
     flags = parser.parse_args(argv)
@@ -58,7 +58,7 @@ def main(argv=None):
         return {name: array[chosen] for name, array in train.items()}
 
     params = Encoder().init(jax.random.key(0), train["images"][:1])["params"]
-    config = LoopConfig(total_steps=flags.steps, output_dir=flags.output_dir, resume=flags.resume, save_every=100)
+    config = LoopConfig(**vars(flags), overwrite=not flags.resume, save_every=100)  # run again it starts anew
     result = fit(loss_fn, params=params, tx=optax.adamw(2e-3), batches=batches, config=config)
     scores = evaluate(loss_fn, params=result.state.params, batches=lambda index: test, steps=1)
     print(f"test accuracy {scores['accuracy']:.3f} after {result.step} steps")

@@ -130,6 +130,28 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog):
         restore(tmp_path, abstract_state(state), step=3)
 
 
+@pytest.mark.parametrize("name", ["params/_METADATA", "meta/metadata", "opt_state/_METADATA"])
+def test_a_checkpoint_that_lacks_a_file_is_passed_over(tmp_path, caplog, name):
+    state = make_state()
+    save(tmp_path, state)
+    (tmp_path / "3" / name).unlink()
+    with caplog.at_level(logging.WARNING, "distaff.train"):
+        found, meta = restore(tmp_path, abstract_state(state))
+    assert meta["step"] == 2
+    assert same(found, state)
+    assert f"The checkpoint {tmp_path / '3'} is damaged" in caplog.text
+    with pytest.raises(CheckpointError, match="is damaged and cannot be read"):
+        restore(tmp_path, abstract_state(state), step=3)
+
+
+def test_a_meta_that_is_no_object_is_damage(tmp_path):
+    state = make_state()
+    save(tmp_path, state, steps=[1])
+    (tmp_path / "1" / "meta" / "metadata").write_text("[]")
+    with pytest.raises(CheckpointError, match="is damaged and cannot be read"):
+        restore(tmp_path, abstract_state(state))
+
+
 def test_no_checkpoint_is_one_sentence(tmp_path):
     target = abstract_state(make_state())
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer, RobertaConfig
 
 from distaff import FlaxRobertaForMaskedLM
 from distaff.cli import main
-from distaff.quickstart import masked_sentences, paragraphs, unigram_entropy
+from distaff.quickstart import QuickstartFlags, check, masked_sentences, paragraphs, unigram_entropy, write_texts
 from hub_server import HubServer
 
 DISTAFF = Path(sys.executable).parent / "distaff"
@@ -33,7 +34,7 @@ def test_process_is_started_again_once_with_huge_pages(tmp_path):
     done = distaff("config", "create", "--model_type", "bert", "--output_dir", tmp_path / "bert")
     assert done.returncode == 0
     assert done.stderr.count("started again with huge pages") == 1
-    done = distaff("config", "create", "--model_type", "bert", "--output_dir", tmp_path / "bert", "--no_hugepages")
+    done = distaff("config", "create", "--model_type", "bert", "--output_dir", tmp_path / "two", "--no_hugepages")
     assert done.returncode == 0
     assert "huge pages" not in done.stderr
 
@@ -57,10 +58,21 @@ def test_config_create(tmp_path, capsys):
     config = json.loads((tmp_path / "b" / "config.json").read_text())
     assert (config["hidden_size"], config["num_hidden_layers"]) == (128, 2)
     capsys.readouterr()
-    assert main([*words, "--config_overrides", "hidden_size=130"]) == 2
+    anew = [*words, "--overwrite_output_dir"]
+    assert main([*anew, "--config_overrides", "hidden_size=130"]) == 2
     assert "hidden_size=130 does not divide" in capsys.readouterr().err
+    assert main([*words, "--config_overrides", "hidden_size=64"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert json.loads((tmp_path / "b" / "config.json").read_text()) == config
+    assert main([*anew, "--config_overrides", "hidden_size=64"]) == 0
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["hidden_size"] == 64
+    tokenizer = tiny_folder(tmp_path)
+    words = ["config", "create", "--model_type", "bert", "--output_dir", str(tmp_path / "d")]
+    assert main([*words, "--tokenizer_name", str(tokenizer), "--config_overrides", "vocab_size=100"]) == 2
+    assert "vocab_size of 100" in capsys.readouterr().err
     assert main(["config", "create", "--output_dir", str(tmp_path / "c")]) == 2
     assert main(["config", "create", "--model_type", "robberta", "--output_dir", str(tmp_path / "c")]) == 2
+    assert "did you mean 'roberta'?" in capsys.readouterr().err
     assert not (tmp_path / "c").exists()
 
 
@@ -143,6 +155,71 @@ def test_publishing_without_a_token_leaves_the_run_whole(tmp_path):
     assert (tmp_path / "out" / "model.safetensors").exists()
     last = done.stderr.strip().splitlines()[-1]
     assert f"distaff push {tmp_path / 'out'} tester/tiny" in last
+
+
+def test_commands_that_are_none(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("mine")
+    for words, answer in (
+        (["-x"], "-x stands where a command belongs"),
+        (["push", str(tmp_path / "a.txt"), "x/y"], "is a file, not a folder"),
+        (["push", "", "x/y"], "does not exist"),
+    ):
+        assert main(words) == 2
+        assert answer in capsys.readouterr().err
+
+
+def test_a_recipe_that_is_not_utf_8_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "recipe.yaml").write_bytes("output_dir: Zürich\n".encode("latin-1"))
+    assert main(["train", "mlm", str(tmp_path / "recipe.yaml")]) == 2
+    assert "recipe.yaml' is not UTF-8" in capsys.readouterr().err
+
+
+def test_output_that_nobody_reads_or_that_lacks_characters(tmp_path):
+    """`| head -1`, and a terminal that knows ASCII alone."""
+    folder = tiny_folder(tmp_path)
+    words = [DISTAFF, "predict", "fill-mask", folder, *["one <mask> drü"] * 2000, "--top_k", "1"]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words[:5], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("one <mask> dr\\xfc")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline()
+        process.stdout.close()
+        error = process.stderr.read().decode()
+    assert process.returncode == 141
+    assert "Traceback" not in error
+    assert "BrokenPipe" not in error
+
+
+def test_a_save_that_fails_is_one_sentence(tmp_path):
+    """A disk that is full, by a limit of the process."""
+    folder = tiny_folder(tmp_path)
+    train = [DISTAFF, "train", "mlm", "--model_name_or_path", folder, "--output_dir", tmp_path / "out"]
+    train += ["--train_file", tmp_path / "a.txt", "--validation_file", tmp_path / "a.txt", "--max_seq_length", "16"]
+    train += ["--max_steps", "2", "--per_device_train_batch_size", "2", "--report_to", "none"]
+    limited = f"ulimit -f 16; exec {shlex.join(map(str, train))}"
+    env = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false", "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("distaff: A checkpoint could not be written")
+    assert "Traceback" not in done.stderr
+    assert "Event loop" not in done.stderr
+
+
+def test_quickstart_leaves_what_is_not_its_own(tmp_path, capsys):
+    (tmp_path / "train.txt").write_text("mine")
+    words = ["quickstart", "--output_dir", str(tmp_path)]
+    assert main(words) == 2
+    assert "is not empty (it holds train.txt)" in capsys.readouterr().err
+    assert main([*words, "--resume_from_checkpoint"]) == 2
+    assert "no complete checkpoint to go on from" in capsys.readouterr().err
+    assert main([*words, "--max_steps", "-3"]) == 2
+    assert "--max_steps is -3" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["train.txt"]
+    assert (tmp_path / "train.txt").read_text() == "mine"
+    # What it wrote itself before it was interrupted stands in nobody's way.
+    write_texts(tmp_path)
+    check(QuickstartFlags(), tmp_path)
 
 
 def test_quickstart_runs_whole_and_again(tmp_path):

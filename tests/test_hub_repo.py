@@ -75,7 +75,13 @@ def model(tmp_path) -> Path:
     save_safetensors(folder, WEIGHTS)
     for name in ("config.json", "tokenizer.json", "vocab.txt", "recipe.yaml", "eval_results.json"):
         (folder / name).write_text("{}")
-    for name in ("runs/events.1", "checkpoints/10/state", ".env", ".model-00001.safetensors.tmp"):
+    for name in (
+        "runs/events.1",
+        "checkpoints/10/state",
+        "checkpoints-left-behind/9/state",
+        ".env",
+        ".model-00001.safetensors.tmp",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("x")
     write_card(folder, model_name="m", model_type="bert", metrics={"loss": 1.5}, task="fill-mask")

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,16 +12,20 @@ import numpy as np
 import optax
 import pytest
 import yaml
+from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer, BertConfig, RobertaConfig
 
-from distaff import FlaxBertForMaskedLM, FlaxRobertaForMaskedLM, pipeline
-from distaff.cli import main
+from distaff import FlaxAutoModelForMaskedLM, FlaxBertForMaskedLM, FlaxRobertaForMaskedLM, pipeline
+from distaff.cli import find_command, main, parse
+from distaff.core.errors import CheckpointError
 from distaff.core.mesh import batch_sharding, make_mesh, place, replicated
 from distaff.core.tree import flatten
 from distaff.data.batches import Batches
 from distaff.data.masking import MlmCollate, MlmMasking
 from distaff.data.text import load_texts, tokenize_lines
-from distaff.tasks.mlm import MlmFlags, mlm_loss
+from distaff.tasks._folder import begin
+from distaff.tasks._recipe import command_line
+from distaff.tasks.mlm import MlmFlags, make_data, mlm_loss, read_texts
 from distaff.tasks.tokenizer import TokenizerFlags
 from distaff.tasks.tokenizer import run as train_tokenizer
 from distaff.train import (
@@ -165,6 +170,138 @@ def test_earlier_run_is_neither_lost_nor_mixed(corpus, tmp_path, capsys):
     assert "no complete checkpoint" in capsys.readouterr().err
     assert mlm(corpus, tmp_path / "out", "--overwrite_output_dir", "--seed", 7, steps=2) == 0
     assert (tmp_path / "out" / "model.safetensors").read_bytes() != before
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "flax_model.msgpack", "model-00001-of-00002.safetensors", "config.json", "notes.txt"]
+)
+def test_a_folder_with_something_else_in_it_is_refused(corpus, tmp_path, capsys, name):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    assert mlm(corpus, tmp_path / "out") == 2
+    assert f"is not empty (it holds {name})" in one_line(capsys)
+    assert [path.read_text() for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_tokenizer_and_config_may_wait_in_the_folder(corpus, tmp_path, capsys):
+    """The commands of the guide: all three write into one folder, and none replaces what is not its own."""
+    folder = str(tmp_path / "roberta-als")
+    text = str(corpus / "train.txt")
+    assert main(["tokenizer", "train", "--train_file", text, "--vocab_size", "320", "--output_dir", folder]) == 0
+    create = ["config", "create", "--model_type", "roberta", "--output_dir", folder, "--tokenizer_name", folder]
+    assert main([*create, "--config_overrides", SHAPE]) == 0
+    before = (tmp_path / "roberta-als" / "config.json").read_text()
+    assert main([*create, "--config_overrides", f"{SHAPE},hidden_size=32"]) == 2
+    assert "is there already" in one_line(capsys)
+    assert (tmp_path / "roberta-als" / "config.json").read_text() == before
+    words = ["--output_dir", folder, "--config_name", folder, "--tokenizer_name", folder, "--train_file", text]
+    words += ["--max_seq_length", "16", "--per_device_train_batch_size", "1", "--max_steps", "1", "--report_to", "none"]
+    # A config of its own would take the place of the one that waits.
+    assert main(["train", "mlm", *words[:2], "--model_type", "roberta", *words[4:]]) == 2
+    assert "it holds config.json" in one_line(capsys)
+    assert main(["train", "mlm", *words]) == 0
+    assert (tmp_path / "roberta-als" / "model.safetensors").exists()
+
+
+def test_results_are_those_of_the_run(corpus, tmp_path, capsys):
+    """Whatever an earlier run left beside them."""
+    folder = tmp_path / "out"
+    assert mlm(corpus, folder, steps=2) == 0
+    old = {name: (folder / name).read_text() for name in ("all_results.json", "eval_results.json")}
+    assert mlm(corpus, folder, "--resume_from_checkpoint", steps=4) == 0
+    wanted = json.loads((folder / "eval_results.json").read_text())
+    # Killed after its last checkpoint, before the results; and a file that was cut short.
+    (folder / "eval_results.json").write_text(old["eval_results.json"])
+    (folder / "all_results.json").write_text(old["all_results.json"][:-20])
+    recipe = (folder / "recipe.yaml").read_text()
+    assert mlm(corpus, folder, "--resume_from_checkpoint", steps=4) == 0
+    assert json.loads((folder / "eval_results.json").read_text()) == wanted
+    assert json.loads((folder / "all_results.json").read_text())["train_steps"] == 4
+    assert f"{wanted['eval_loss']:.5g}" in (folder / "README.md").read_text()
+    # Without its log it is measured again.
+    (folder / "metrics.jsonl").unlink()
+    assert mlm(corpus, folder, "--resume_from_checkpoint", steps=4) == 0
+    assert json.loads((folder / "eval_results.json").read_text())["eval_loss"] == pytest.approx(wanted["eval_loss"])
+    # A resume that is refused leaves everything as it was.
+    capsys.readouterr()
+    shape = SHAPE.replace("hidden_size=16", "hidden_size=32")
+    assert mlm(corpus, folder, "--resume_from_checkpoint", "--config_overrides", shape, steps=6) == 1
+    assert "does not fit this run" in one_line(capsys)
+    assert (folder / "recipe.yaml").read_text() == recipe
+    # Other data is said, one setting at a time.
+    other = (
+        "--per_device_train_batch_size",
+        "2",
+        "--mlm_probability",
+        "0.2",
+        "--train_file",
+        corpus / "validation.txt",
+    )
+    assert mlm(corpus, folder, "--resume_from_checkpoint", *other, steps=5) == 0
+    warning = next(line for line in capsys.readouterr().err.splitlines() if "other data" in line)
+    assert "batch_size was 8 and is 16" in warning
+    assert "probability was 0.15 and is 0.2" in warning
+    assert "content was" in warning
+    assert "seed" not in warning
+    # A run that is overwritten leaves neither its figures nor, while the new one is under way, its model.
+    assert mlm(corpus, folder, "--overwrite_output_dir", "--do_eval", "False", steps=1) == 0
+    assert not (folder / "eval_results.json").exists()
+    assert not [name for name in json.loads((folder / "all_results.json").read_text()) if name.startswith("eval_")]
+
+
+def test_an_overwritten_model_is_gone_from_the_start(corpus, tmp_path):
+    assert mlm(corpus, tmp_path, "--overwrite_output_dir", steps=1) == 0
+    (tmp_path / "README.md").write_text("Mine.\n\n" + (tmp_path / "README.md").read_text().split("---\n", 2)[2])
+    flags = MlmFlags(output_dir=str(tmp_path), overwrite_output_dir=True, model_name_or_path=str(tmp_path))
+    begin(tmp_path, flags, "mlm")
+    assert (tmp_path / "model.safetensors").exists()  # the run starts from it
+    begin(tmp_path, replace(flags, model_name_or_path=None), "mlm")
+    assert not (tmp_path / "model.safetensors").exists()
+    assert not (tmp_path / "all_results.json").exists()
+    assert (tmp_path / "README.md").read_text().strip() == "Mine."
+
+
+def test_a_dataset_brings_its_own_validation_texts(corpus, tmp_path):
+    texts = {
+        name: Dataset.from_dict({"text": sentences(count, 3)}) for name, count in (("train", 40), ("validation", 7))
+    }
+    DatasetDict(**texts).save_to_disk(tmp_path / "saved")
+    (tmp_path / "files").mkdir()
+    for name in ("train", "validation"):
+        shutil.copy(corpus / f"{name}.txt", tmp_path / "files" / f"{name}.txt")
+    for name, wanted in (("saved", (40, 7)), ("files", (120, 30))):
+        flags = MlmFlags(dataset_name=str(tmp_path / name), cache_dir=str(tmp_path / "cache"))
+        assert tuple(map(len, read_texts(flags))) == wanted
+    texts["train"].save_to_disk(tmp_path / "one")
+    assert tuple(map(len, read_texts(MlmFlags(dataset_name=str(tmp_path / "one"))))) == (38, 2)
+
+
+def test_limits_hold_for_streams_too(corpus, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
+    flags = MlmFlags(train_file=str(corpus / "train.txt"), streaming=True, num_eval_samples=50, max_train_samples=60)
+
+    def data(**changes):
+        changed = replace(flags, **changes)
+        return make_data(changed, tokenizer, length=16, vocab_size=320, rows=(8, 8))
+
+    whole, fewer = data(), data(max_eval_samples=10)
+    assert whole.eval_steps > fewer.eval_steps > 0
+    assert data(do_eval=False).evaluation is None
+    validation = str(corpus / "validation.txt")
+    assert data(do_eval=False, validation_file=validation).evaluation is None
+    few = data(validation_file=validation, max_eval_samples=4)
+    assert 0 < few.eval_steps < data(validation_file=validation).eval_steps
+
+
+@pytest.mark.parametrize("spelling", ["--hub_token {}", "--hub_token={}", "--hub-token {}", "--hub-token={}"])
+def test_the_token_is_not_published(monkeypatch, spelling):
+    words = spelling.format("hf_secret").split()
+    monkeypatch.setattr("sys.argv", ["/bin/distaff", "train", "mlm", *words, "--seed", "3"])
+    name, command = find_command(["train", "mlm"])
+    line = command_line(parse(name, command, MlmFlags, words))
+    assert line.startswith("distaff train mlm --hub")
+    assert line.endswith("... --seed 3")
+    assert "secret" not in line
 
 
 def test_a_checkpoint_is_trained_further(corpus, tmp_path):
@@ -391,6 +528,7 @@ def one_line(capsys) -> str:
         ("the cat sat\n", "short.txt", 1, "less than one block of 16"),
         ('{"text": "a"}\n{"text": "b"}\n{"text": \n', "broken.jsonl", 1, "line 3"),
         ("title,body\n1,2\n", "columns.csv", 2, "has no column 'text'"),
+        ('{"text": "a"}\n' + "[" * 100_000, "deep.jsonl", 1, "line 2: JSON that cannot be read"),
         ("a\n", "letter.doc", 2, "none of"),
     ],
     ids=lambda value: value if isinstance(value, str) and "." in value and " " not in value else "",
@@ -402,7 +540,8 @@ def test_bad_files_are_one_sentence(corpus, tmp_path, capsys, content, name, cod
     found = mlm(corpus, tmp_path / "out", "--train_file", tmp_path / name, *flags)
     assert words in one_line(capsys)
     assert found in (1, code)
-    assert not (tmp_path / "out" / "model.safetensors").exists()
+    # Nothing stands in the way of the corrected command.
+    assert not any((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -421,12 +560,72 @@ def test_bad_files_are_one_sentence(corpus, tmp_path, capsys, content, name, cod
         (("--model_type", "bertt"), "bertt"),
         (("--max_train_samples", "0"), "max_train_samples is 0"),
         (("--streaming", "--line_by_line"), "leave --line_by_line out"),
+        (("--streaming", "--num_eval_samples", "0", "--validation_file", ""), "--num_eval_samples is 0"),
+        (("--train_file", ","), "names no file"),
+        (("--mlm_probability", "nan"), "nan"),
+        (("--max_steps", "-1", "--num_train_epochs", "nan"), "--num_train_epochs is nan"),
+        (("--max_steps", "-1", "--num_train_epochs", "inf"), "--num_train_epochs is inf"),
+        (("--max_steps", str(2**40)), "steps are counted to"),
+        (("--num_train_steps", "-3"), "--num_train_steps is -3"),
+        (("--num_train_steps", "3"), "mean the same"),
+        (("--seed", str(2**70)), "--seed is"),
+        (("--learning_rate", "inf"), "learning_rate must be zero or more, and finite"),
+        (("--weight_decay", "inf"), "weight_decay must be zero or more, and finite"),
+        (("--adam_epsilon", "inf"), "adam_epsilon must be above zero, and finite"),
+        (("--param_dtype", "float16"), "--adam_epsilon 1e-08 is zero in --param_dtype float16"),
+        (("--max_seq_length", "0"), "--max_seq_length is 0"),
+        (("--report_to", "tensorbord"), "tensorbord"),
+        (("--config_overrides", f"{SHAPE},num_attention_heads=0"), "num_attention_heads=0 (at least 1)"),
+        (("--config_overrides", f"{SHAPE},type_vocab_size=0"), "type_vocab_size=0 (at least 1)"),
+        (("--config_overrides", f"{SHAPE},hidden_dropout_prob=1.5"), "hidden_dropout_prob=1.5 (from 0 to 1)"),
+        (("--config_overrides", f"{SHAPE},attention_probs_dropout_prob=nan"), "attention_probs_dropout_prob=nan"),
     ],
     ids=lambda value: value[0].strip("-") if isinstance(value, tuple) else "",
 )
 def test_bad_flags_are_one_sentence(corpus, tmp_path, capsys, flags, words):
     assert mlm(corpus, tmp_path / "out", *flags) == 2
     assert words in one_line(capsys)
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (("--mlm_probability", "1e-9"), 1, "No token of the evaluation texts was masked"),
+        (("--streaming",), 2, "leave it out"),
+        (("--do_eval", "False"), 2, "leave --do_eval False out"),
+        (("--validation_file", ""), 2, "give --validation_file"),
+        (("--per_device_eval_batch_size", "0"), 2, "--per_device_eval_batch_size is 0"),
+        (("--max_seq_length", "-1"), 2, "--max_seq_length is -1"),
+        (("--output_dir", ""), 2, "--output_dir is empty"),
+        (("--model_name_or_path", ""), 2, "is empty"),
+    ],
+    ids=lambda value: value[0].strip("-") if isinstance(value, tuple) else "",
+)
+def test_evaluations_that_cannot_be_are_one_sentence(corpus, tmp_path, capsys, flags, code, words):
+    tiny_model().save_pretrained(tmp_path)
+    named = ("--model_name_or_path", str(tmp_path), "--tokenizer_name", str(corpus / "tokenizer"))
+    text = ("--validation_file", str(corpus / "validation.txt"), "--max_seq_length", "16")
+    assert main(["eval", "mlm", *named, *text, *flags]) == code
+    assert words in one_line(capsys)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"model_type": "roberta", "hidden_size": "16"}'])
+def test_a_broken_config_is_named(corpus, tmp_path, capsys, content):
+    for path in (corpus / "tokenizer").iterdir():
+        shutil.copy(path, tmp_path)
+    tiny_model().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    text = ("--validation_file", str(corpus / "validation.txt"))
+    assert main(["eval", "mlm", "--model_name_or_path", str(tmp_path), *text]) == 1
+    assert "config" in (line := one_line(capsys))
+    assert "The tokenizer in" not in line
+    assert main(["predict", "fill-mask", str(tmp_path), "the <mask> sat"]) == 1
+    assert "config.json" in (line := one_line(capsys))
+    assert "The tokenizer in" not in line
+    for model_class in (FlaxRobertaForMaskedLM, FlaxAutoModelForMaskedLM):
+        with pytest.raises(CheckpointError, match="config"):
+            model_class.from_pretrained(tmp_path)
 
 
 def test_a_directory_as_file_is_refused(corpus, tmp_path, capsys):

@@ -85,6 +85,29 @@ def test_what_cannot_be_filled_is_refused(folder, tmp_path):
         pipeline("fill-mask", str(tmp_path))
 
 
+def test_settings_that_mean_nothing_are_refused(folder):
+    for settings, words in (({"topk": 3}, "did you mean 'top_k'"), ({"device": 0}, "no setting 'device'")):
+        with pytest.raises(UsageError, match=words):
+            pipeline("fill-mask", str(folder), **settings)
+    with pytest.raises(UsageError, match="top_k is 0"):
+        pipeline("fill-mask", str(folder), top_k=0)
+    fill = pipeline("fill-mask", str(folder), tokenizer=str(folder))
+    with pytest.raises(UsageError, match="top_k is -1"):
+        fill("Zürich [MASK].", top_k=-1)
+    with pytest.raises(UsageError, match="targets is empty"):
+        fill("Zürich [MASK].", targets=[])
+    assert [filling["token_str"] for filling in fill("Zürich [MASK].", targets="isch")] == ["isch"]
+
+
+@pytest.mark.parametrize("content", [b"Z\xfcrich isch [MASK].\n", b"\xff"])
+def test_bytes_that_are_not_utf_8_are_one_sentence(folder, capsys, monkeypatch, content):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+    assert main(["predict", "fill-mask", str(folder)]) == 1
+    assert "Standard input is not utf-8" in capsys.readouterr().err
+    assert main(["predict", "fill-mask", str(folder), content.decode("utf-8", "surrogateescape")]) == 1
+    assert "is not UTF-8" in capsys.readouterr().err
+
+
 def test_predict_on_the_command_line(folder, capsys, monkeypatch):
     assert main(["predict", "fill-mask", str(folder), "Zürich isch [MASK].", "--top_k", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()

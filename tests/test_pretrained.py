@@ -1,6 +1,8 @@
 """What every model can do: a user's own subclass, parameters, casting, gradients of pure functions, memory."""
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -139,6 +141,47 @@ def test_params_can_be_assigned_and_misfits_are_listed():
     assert "embeddings/norm/scale (31,) instead of (32,)" in str(refusal.value)
 
 
+@pytest.mark.parametrize("params", [None, [1], 3])
+def test_params_that_are_no_tree_are_refused(params):
+    model = FlaxBertModel(tiny_bert())
+    with pytest.raises(UsageError, match="nested dicts of arrays"):
+        model.params = params
+
+
+def test_params_must_be_floating():
+    model = FlaxBertModel(tiny_bert())
+    with pytest.raises(UsageError, match="39 without floating numbers: embeddings/word_embeddings/embedding int32"):
+        model.params = jax.tree.map(lambda leaf: leaf.astype(jnp.int32), model.params)
+    model.params = model.to_bf16(model.params)
+
+
+def test_a_model_can_be_pickled_and_copied():
+    model = FlaxBertModel(tiny_bert())
+    ids = np.ones((1, 3), np.int32)
+    wanted = model(ids).last_hidden_state
+    for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        np.testing.assert_array_equal(again(ids).last_hidden_state, wanted)
+
+
+def test_inputs_that_cannot_be_are_one_sentence():
+    model = FlaxBertForMaskedLM(tiny_bert())
+    with pytest.raises(DataError, match="rows without a token"):
+        model(np.ones((2, 0), np.int32))
+    with pytest.raises(DataError, match=r"masked_positions is \[2\] and must be \[batch, count\]"):
+        model(np.ones((1, 3), np.int32), masked_positions=np.array([0, 1]))
+    with pytest.raises(UsageError, match=r"pass jax\.random\.key\(0\)"):
+        model.init_weights(0, (1, 1))
+
+
+def test_a_config_may_be_a_folder(tmp_path):
+    FlaxBertModel(tiny_bert()).save_pretrained(tmp_path / "model")
+    tiny_bert(hidden_act="relu").save_pretrained(tmp_path / "config")
+    for model_class in (FlaxBertModel, FlaxAutoModel):
+        for config in (str(tmp_path / "config"), tmp_path / "config"):
+            model = model_class.from_pretrained(tmp_path / "model", config=config)
+            assert model.config.hidden_act == "relu"
+
+
 def test_casts_leave_masked_leaves_and_integers_alone():
     model = FlaxBertModel(tiny_bert())
     mask = jax.tree.map(lambda leaf: leaf.ndim == 2, model.params)
@@ -172,13 +215,24 @@ def test_unknown_settings_and_types_name_the_remedy(tmp_path):
         distaff.FlaxRobertaModel.from_pretrained(tmp_path)
     with pytest.raises(UsageError, match="from_pt is not needed"):
         FlaxBertModel.from_pretrained(tmp_path, from_pt=True)
+    with pytest.raises(UsageError, match="dtype is that of the computation"):
+        FlaxBertModel.from_pretrained(tmp_path, torch_dtype="bfloat16")
+    with pytest.raises(UsageError, match="name of the model is empty"):
+        FlaxBertModel.from_pretrained("")
     with pytest.raises(UsageError, match="save_format is"):
         FlaxBertModel(tiny_bert()).save_pretrained(tmp_path, save_format="bin")
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("position_embedding_type", "relative_key"), ("add_cross_attention", True), ("hidden_act", "softshrink2")],
+    [
+        ("position_embedding_type", "relative_key"),
+        ("add_cross_attention", True),
+        ("hidden_act", "softshrink2"),
+        ("num_attention_heads", 0),
+        ("vocab_size", -5),
+        ("hidden_dropout_prob", 1.5),
+    ],
 )
 def test_config_fields_are_refused_by_name(field, value):
     with pytest.raises(ConfigError, match=field):

@@ -136,6 +136,10 @@ def test_files_are_read_once_and_again_when_they_change(load, tmp_path, monkeypa
         ("a.jsonl", b'{"n": 1, "m": 2}', "no column of text: it has n, m"),
         ("a.jsonl", b'"just a string"', "line 1: a str where an object"),
         ("a.json", b"3", "holds a int"),
+        ("a.jsonl", b'{"text": "a"}\n' + b"[" * 100_000, "line 2: JSON that cannot be read"),
+        ("a.json", b"[" * 100_000, "line 1: JSON that cannot be read"),
+        ("a.jsonl", b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "line 1: JSON that cannot be read"),
+        ("a.json", b'[{"text": "a", "n": ' + b"9" * 5000 + b"}]", "line 1: JSON that cannot be read"),
         ("a.jsonl", b'{"text": "half \\ud800 pair"}', "surrogate"),
         ("a.csv", b"text,n\na,1\nb,c,2\n", "line 3: 3 fields where the header has 2"),
         ("a.csv", b'text\n"never closed\n', "not valid CSV"),
@@ -189,6 +193,21 @@ def test_saved_folders_and_datasets_that_are_not_there(tmp_path):
     assert texts_of(load_texts(dataset_name=str(folder), cache_dir=tmp_path / "cache")) == ["from load_dataset"]
     with pytest.raises(UsageError, match="cannot be loaded as asked"):
         load_texts(dataset_name=str(folder), split="nothing", cache_dir=tmp_path / "cache")
+
+
+def test_categories_of_pandas_are_strings(tmp_path):
+    table = pa.table({"text": pa.array(["a", "b", None, "a"]).dictionary_encode()})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert texts_of(load_texts(files=str(tmp_path / "a.parquet"), cache_dir=tmp_path / "cache")) == ["a", "b", "a"]
+
+
+def test_more_names_than_a_name_may_be_long(tmp_path):
+    for number in range(30):
+        (tmp_path / f"file-{number}.txt").write_text(f"{number}\n")
+    names = ",".join(str(tmp_path / f"file-{number}.txt") for number in range(30))
+    assert len(load_texts(files=names, cache_dir=tmp_path / "cache")) == 30
+    with pytest.raises(DataError, match="There is no file"):
+        load_texts(files="x" * 300 + ".txt")
 
 
 def test_split_names(tmp_path):

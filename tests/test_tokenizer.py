@@ -2,11 +2,13 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer, HfArgumentParser
 
-from distaff.core.errors import DataError, UsageError
+from distaff.cli import main
+from distaff.core.errors import DataError, DistaffError, UsageError
 from distaff.data.masking import special_ids
 from distaff.tasks.tokenizer import RECIPES, TokenizerFlags, run
 from text_cases import reference_lines
@@ -130,6 +132,24 @@ def test_flags_from_a_command_line():
         parser.parse_args_into_dataclasses(["--output_dir", "d", "--algorithm", "morse"])
 
 
+def test_what_the_trainer_cannot_do_is_one_sentence(corpus, tmp_path, capsys):
+    words = ["tokenizer", "train", "--train_file", str(corpus), "--algorithm", "unigram", "--vocab_size", "7"]
+    assert main([*words, "--output_dir", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "unigram trainer cannot make 7 tokens" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(("name", "words"), [("", "--output_dir is empty"), ("file", "is a file")])
+def test_folders_that_cannot_be_written_to(corpus, tmp_path, capsys, monkeypatch, name, words):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("mine")
+    for command in (["tokenizer", "train", "--train_file", str(corpus)], ["config", "create", "--model_type", "bert"]):
+        assert main([*command, "--output_dir", name]) == 2
+        assert words in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_what_is_refused(corpus, tmp_path):
     def refuse(words, error=UsageError, **options):
         settings = {"output_dir": str(tmp_path / "out"), "train_file": str(corpus), **options}
@@ -141,7 +161,8 @@ def test_what_is_refused(corpus, tmp_path):
     refuse("--vocab_size 100 is too small: .* are 261", vocab_size=100)
     refuse("one of --train_file and --dataset_name", train_file=None)
     refuse("no file", DataError, train_file=str(tmp_path / "none.txt"))
-    refuse("cannot be written", output_dir=str(corpus))
+    refuse("is a file: name a folder", output_dir=str(corpus))
+    refuse("cannot be written", DistaffError, output_dir=str(corpus / "in a file"))
     run(TokenizerFlags(output_dir=str(tmp_path / "out"), train_file=str(corpus), vocab_size=300))
     refuse("holds a tokenizer already")
     run(

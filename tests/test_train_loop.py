@@ -296,6 +296,36 @@ def test_an_error_of_the_batches_reaches_the_caller():
     assert not [thread for thread in threading.enumerate() if thread.name == "distaff-prefetch"]
 
 
+@pytest.mark.parametrize("data", [lambda: batches, Stream], ids=["function", "stream"])
+def test_an_error_of_the_batches_loses_no_step(tmp_path, caplog, data):
+    class Broken(Stream):
+        def __call__(self, step):
+            if step == 5:
+                raise DataError("Line 501 is no JSON.")
+            return super().__call__(step)
+
+    def broken(step):
+        if step == 5:
+            raise DataError("Line 501 is no JSON.")
+        return batches(step)
+
+    with pytest.raises(DataError, match="Line 501"):
+        run(tmp_path / "parts", data=broken if data() is batches else Broken())
+    assert complete_steps(tmp_path / "parts" / "checkpoints") == [5]
+    assert "Step 5 is saved: put the data right, then resume." in caplog.text
+    parts = run(tmp_path / "parts", data=data(), resume="newest")
+    assert_same_state(run(tmp_path / "whole", data=data()).state, parts.state)
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+
+
+def test_a_log_with_bytes_of_something_else_is_kept_up_to_the_resume(tmp_path):
+    run(tmp_path, steps=2)
+    log = tmp_path / "metrics.jsonl"
+    log.write_bytes(b'\xff\xfe{"st\n' + log.read_bytes())
+    run(tmp_path, steps=3, resume="newest")
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
 def test_ctrl_c_saves_and_a_second_one_aborts(tmp_path):
     before = signal.getsignal(signal.SIGINT)
 

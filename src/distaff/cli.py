@@ -2,12 +2,14 @@
 
 import difflib
 import importlib
+import io
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from distaff.core.errors import DistaffError, UsageError
@@ -76,7 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rest = words[len(name) :]
         if huge_pages and arguments is None and not {"-h", "--help"} & set(rest):
             restart_with_huge_pages()
-        return call(name, command, rest)
+        code = call(name, command, rest)
+        sys.stdout.flush()
+        return code
     except DistaffError as error:
         if debug:
             raise
@@ -85,6 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("distaff: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Whoever read the output has left, as `head` does; what is still buffered goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # what a shell gives a process that SIGPIPE ended
 
 
 def usage() -> str:
@@ -105,6 +113,8 @@ def find_command(words: Sequence[str]) -> tuple[tuple[str, ...], Command]:
         name = tuple(words[:length])
         if name in COMMANDS:
             return name, COMMANDS[name]
+    if words[0].startswith("-"):
+        raise UsageError(f"{words[0]} stands where a command belongs: see 'distaff --help'.")
     asked = " ".join(word for word in words[:2] if not word.startswith("-"))
     known = [" ".join(name) for name in COMMANDS]
     near = difflib.get_close_matches(asked, known, 1) or [name for name in known if name.startswith(f"{words[0]} ")]
@@ -150,7 +160,11 @@ def recipe_words(words: list[str], known: set[str]) -> list[str]:
     if not path.is_file():
         raise UsageError(f"There is no recipe '{path}': check its name.")
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"'{path}' is not UTF-8 (byte {error.start}): save it as UTF-8.") from error
+    except OSError as error:
+        raise UsageError(f"'{path}' cannot be read: {error.strerror}.") from error
     except yaml.YAMLError as error:
         raise UsageError(f"'{path}' is not valid YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(values, dict):
@@ -174,8 +188,15 @@ def set_up_process() -> None:
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
     logging.getLogger("distaff").setLevel(logging.INFO)
-    # Orbax warns there of every folder that is not its own.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # Orbax warns of every folder that is not its own, and of a save that fails each of its threads and tasks prints a
+    # traceback; that failure is raised besides.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _report
+    # A character that the output's encoding lacks is written as an escape and ends nothing.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     import jax
 
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "distaff" / "xla"
@@ -190,6 +211,12 @@ def restart_with_huge_pages() -> None:
     print("distaff: started again with huge pages for malloc (--no_hugepages leaves that out)", file=sys.stderr)
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **HUGE_PAGES})
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught exception, but not the echo of a failed save: threads of Orbax that find their loop closed."""
+    if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _take(words: list[str], word: str) -> bool:

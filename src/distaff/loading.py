@@ -1,8 +1,10 @@
 """From a checkpoint's tensors to parameters: names matched, coverage checked, then row by row onto the devices."""
 
 import copy
+import json
 import logging
 import mmap
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +16,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from distaff.core.errors import CheckpointError, UsageError, listed
+from distaff.core.precision import is_floating
+from distaff.core.tree import Tree, flatten
+from distaff.hub import resolve
 from distaff.weights import Leaf, Row, Tie, matches, random_tensor, to_ours, transposed
 
 logger = logging.getLogger(__name__)
@@ -25,6 +30,11 @@ _LARGE = 1 << 21
 _ALIGNMENT = 64
 # Columns that are laid out together when a matrix is transposed: a cache line of float32.
 _STRIP = 16
+# Keywords of Transformers' `from_pretrained` that mean nothing here, and why.
+REFUSED = {
+    "from_pt": "files of PyTorch are read as they are; leave it out",
+    "torch_dtype": "dtype is that of the computation, param_dtype that of the parameters",
+}
 
 
 @dataclass(frozen=True)
@@ -225,7 +235,7 @@ def _refuse(checkpoint, missing, wrong, strangers) -> None:
         return
     remedy = "compare the config with the checkpoint"
     if wrong and not missing and not strangers:
-        remedy += ", or pass ignore_mismatched_sizes=True to start those anew"
+        remedy += "; in Python ignore_mismatched_sizes=True starts those anew"
     files = listed((str(file) for file in checkpoint.files), 3)
     raise CheckpointError(f"The tensors of {files} do not fit the model; {'; '.join(faults)}. Remedy: {remedy}.")
 
@@ -282,23 +292,67 @@ def read_config(folder: Path, model_class) -> Any:
             f"'{folder}' has no config.json (it holds {found}): name a folder that a model was saved in."
         )
     config_class = model_class.config_class
-    try:
-        values, _ = config_class.get_config_dict(folder)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"'{folder / 'config.json'}' is not a readable config: {error}") from None
+    values = config_values(folder)
     wanted = (config_class.model_type, *model_class.compatible_model_types)
     if values.get("model_type", wanted[0]) not in wanted:
         raise CheckpointError(
             f"'{folder}' holds a '{values['model_type']}' model, and {model_class.__name__} loads '{wanted[0]}': "
             "use the class of that family, or FlaxAutoModel."
         )
-    return config_class.from_dict(values)
+    try:
+        return config_class.from_dict(values)
+    except Exception as error:  # each config class raises its own
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise CheckpointError(f"'{folder / 'config.json'}' is not a config that opens: {reason}.") from error
+
+
+def config_values(folder: Path) -> dict[str, Any]:
+    """Return the fields in the `config.json` of `folder`. Raises `CheckpointError` where it holds none."""
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"'{path}' is not a readable config ({error}): write it again.") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"'{path}' holds a {type(values).__name__} and no config's fields: write it again.")
+    return values
+
+
+def refuse_misfits(params: Any, shape_tree: Tree, *, name: str) -> None:
+    """Raise `UsageError` with all the leaves of `params` that do not fit the model `name`, whose shapes are given."""
+    if not isinstance(params, Mapping):
+        raise UsageError(f"Parameters are nested dicts of arrays, and this is a {type(params).__name__}.")
+    given, shapes = flatten(params), flatten(shape_tree)
+    missing, extra = sorted(shapes.keys() - given.keys()), sorted(given.keys() - shapes.keys())
+    both = [(path, given[path], shape) for path, shape in shapes.items() if path in given]
+    wrong = [
+        f"{path} {tuple(np.shape(leaf))} instead of {tuple(shape.shape)}"
+        for path, leaf, shape in both
+        if np.shape(leaf) != tuple(shape.shape)
+    ]
+    no_floats = [
+        f"{path} {getattr(leaf, 'dtype', type(leaf).__name__)}"
+        for path, leaf, shape in both
+        if is_floating(shape) and not (hasattr(leaf, "dtype") and is_floating(leaf))
+    ]
+    if missing or extra or wrong or no_floats:
+        parts = [
+            ("missing", missing),
+            ("unknown", extra),
+            ("misshapen", wrong),
+            ("without floating numbers", no_floats),
+        ]
+        faults = "; ".join(f"{len(names)} {what}: {listed(names)}" for what, names in parts if names)
+        raise UsageError(f"These are not the parameters of {name}: {faults}.")
 
 
 def configure(folder: Path, config, overrides: Mapping[str, Any], *, model_class) -> tuple[Any, dict[str, Any]]:
     """Return a config of our own, changed by those overrides that it knows, and the rest of them."""
-    if "from_pt" in overrides:
-        raise UsageError("from_pt is not needed: files of PyTorch are read as they are; leave it out.")
+    for name, reason in REFUSED.items():
+        if name in overrides:
+            raise UsageError(f"{name} is not needed: {reason}.")
+    if isinstance(config, str | os.PathLike):
+        folder, config = resolve(config, weights=False), None
     config = copy.deepcopy(read_config(folder, model_class) if config is None else config)
     fields = {}
     for name, value in overrides.items():

@@ -1,5 +1,7 @@
 """The widgets' tasks as calls: `pipeline("fill-mask", "folder")("Zürich isch e <mask>.")`."""
 
+import difflib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,10 +34,19 @@ class FillMaskPipeline:
     """Replaces each mask token of a text by the tokens that the model finds likeliest there."""
 
     def __init__(self, model: Any, *, tokenizer: Any = None, top_k: int = 5, **settings: Any):
+        if unknown := sorted(settings.keys() - {"revision", "token"}):
+            near = difflib.get_close_matches(unknown[0].replace("topk", "top_k"), ("top_k", "revision", "token"), 1)
+            hint = f"did you mean '{near[0]}'?" if near else "it has top_k, tokenizer, revision and token."
+            raise UsageError(f"The fill-mask pipeline has no setting '{unknown[0]}': {hint}")
+        _check_top_k(top_k)
+        if isinstance(tokenizer, str | os.PathLike):
+            tokenizer = open_tokenizer(resolve(tokenizer, weights=False))
         if isinstance(model, str) or not hasattr(model, "module"):
-            folder = resolve(str(model), **{name: settings[name] for name in ("revision", "token") if name in settings})
+            folder = resolve(str(model), **settings)
             tokenizer = tokenizer or open_tokenizer(folder)
             model = FlaxAutoModelForMaskedLM.from_pretrained(folder)
+        elif settings:
+            raise UsageError(f"The model is loaded already: leave {' and '.join(settings)} out.")
         if tokenizer is None:
             raise UsageError("A model object needs its tokenizer: pass tokenizer=...")
         if tokenizer.mask_token_id is None:
@@ -48,7 +59,7 @@ class FillMaskPipeline:
         self.model, self.tokenizer, self.top_k = model, tokenizer, top_k
 
     def __call__(
-        self, texts: str | Sequence[str], *, top_k: int | None = None, targets: Sequence[str] | None = None
+        self, texts: str | Sequence[str], *, top_k: int | None = None, targets: str | Sequence[str] | None = None
     ) -> list[Any]:
         """Return the best `top_k` fillings, best first, of a text, or a list of them for each of several.
 
@@ -58,6 +69,10 @@ class FillMaskPipeline:
         Raises `DataError` for a text without a mask token or longer than the model's positions.
         """
         top_k = self.top_k if top_k is None else top_k
+        _check_top_k(top_k)
+        targets = [targets] if isinstance(targets, str) else targets
+        if targets is not None and not targets:
+            raise UsageError("targets is empty: name words that may be filled in, or leave it out.")
         if isinstance(texts, str):
             return self._fill(texts, top_k, targets)
         return [self._fill(text, top_k, targets) for text in texts]
@@ -116,6 +131,11 @@ class FillMaskPipeline:
                 raise DataError(f"The target '{word}' is no single token of this model.")
             ids.append(single)
         return np.asarray(sorted(set(ids)))
+
+
+def _check_top_k(top_k: int) -> None:
+    if top_k < 1:
+        raise UsageError(f"top_k is {top_k}: it must be at least 1.")
 
 
 PIPELINES: dict[str, Any] = {"fill-mask": FillMaskPipeline, **{kind.task: kind for kind in KINDS}}

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import difflib
-import inspect
 import logging
 import tempfile
 from pathlib import Path
@@ -15,12 +14,21 @@ import numpy as np
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding
 
+from distaff.core.apply import jitted_apply
 from distaff.core.errors import CheckpointError, UsageError, listed
 from distaff.core.mesh import param_sharding
 from distaff.core.precision import cast_floating, cast_shapes, dtype_of, is_floating
 from distaff.core.tree import Tree, flatten, unflatten
 from distaff.hub import open_checkpoint, push_folder, resolve, save_msgpack, save_safetensors
-from distaff.loading import FamilyNames, LoadingReport, configure, is_untied, load_params, random_params
+from distaff.loading import (
+    FamilyNames,
+    LoadingReport,
+    configure,
+    is_untied,
+    load_params,
+    random_params,
+    refuse_misfits,
+)
 from distaff.weights import Leaf, Row, Tie, decays, generic_rows, leaves, tensors_to_write, unstacked_shapes
 
 logger = logging.getLogger(__name__)
@@ -76,7 +84,7 @@ class FlaxPreTrainedModel:
         self.input_shape, self.seed, self.mesh = input_shape, seed, mesh
         self.module = module if module is not None else self._make_module(**module_fields)
         self.loading_report = LoadingReport()
-        self._jitted = _jitted_apply(self.module)
+        self._jitted = jitted_apply(self.module)
         self.params_shape_tree = self._shapes()
         self._params = self.init_weights(jax.random.key(seed), input_shape) if _do_init else None
 
@@ -110,6 +118,8 @@ class FlaxPreTrainedModel:
 
     def init_weights(self, rng: jax.Array, input_shape: tuple[int, ...], params: Tree | None = None) -> Tree:
         """Return random parameters for `rng`; where `params` has a leaf, that one is kept."""
+        if not hasattr(rng, "dtype"):
+            raise UsageError(f"init_weights takes a random key and not {rng!r}: pass jax.random.key({rng!r}).")
         if not self._table:
             made = jax.jit(self.module.init)({"params": rng}, **self.dummy_inputs(input_shape))["params"]
             flat = flatten(cast_floating(made, self.param_dtype))
@@ -124,7 +134,7 @@ class FlaxPreTrainedModel:
             )
         if params is not None:
             given = flatten(params)
-            self._refuse_misfits({**flat, **given})
+            refuse_misfits({**flat, **given}, self.params_shape_tree, name=type(self).__name__)
             flat.update(given)
         return unflatten(flat)
 
@@ -140,22 +150,8 @@ class FlaxPreTrainedModel:
 
     @params.setter
     def params(self, params: Tree) -> None:
-        params = dict(params)
-        self._refuse_misfits(flatten(params))
-        self._params = params
-
-    def _refuse_misfits(self, flat: dict[str, Any]) -> None:
-        shapes = flatten(self.params_shape_tree)
-        missing, extra = sorted(shapes.keys() - flat.keys()), sorted(flat.keys() - shapes.keys())
-        wrong = [
-            f"{path} {tuple(flat[path].shape)} instead of {tuple(shape.shape)}"
-            for path, shape in shapes.items()
-            if path in flat and tuple(flat[path].shape) != tuple(shape.shape)
-        ]
-        if missing or extra or wrong:
-            parts = [("missing", missing), ("unknown", extra), ("misshapen", wrong)]
-            faults = "; ".join(f"{len(names)} {what}: {listed(names)}" for what, names in parts if names)
-            raise UsageError(f"These are not the parameters of {type(self).__name__}: {faults}.")
+        refuse_misfits(params, self.params_shape_tree, name=type(self).__name__)
+        self._params = dict(params)
 
     def to_bf16(self, params: Tree, mask: Tree | None = None) -> Tree:
         """Cast the floating leaves of `params` to bfloat16; where `mask` is False, leave them."""
@@ -298,7 +294,7 @@ class FlaxPreTrainedModel:
             )
         params = self.params if params is None else params
         flat = {path: np.asarray(jax.device_get(leaf)) for path, leaf in flatten(params).items()}
-        self._refuse_misfits(flat)
+        refuse_misfits(flat, self.params_shape_tree, name=type(self).__name__)
         table = self._table or leaves(generic_rows(self.params_shape_tree))
         tensors = tensors_to_write(flat, table, save_format)
         if save_format == "safetensors":
@@ -328,6 +324,15 @@ class FlaxPreTrainedModel:
         with tempfile.TemporaryDirectory() as temporary:
             self.save_pretrained(temporary, params)
             return push_folder(temporary, repo_id, token=token, private=private, commit_message=commit_message)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle keeps: everything but compiled programs."""
+        return {name: value for name, value in vars(self).items() if name != "_jitted"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what `__getstate__` kept."""
+        vars(self).update(state)
+        self._jitted = jitted_apply(self.module)
 
     # Inside.
 
@@ -380,19 +385,3 @@ class FlaxPreTrainedModel:
     @classmethod
     def _is_base(cls) -> bool:
         return cls.__name__.endswith("Model") and not cls.__name__.endswith("LMHeadModel")
-
-
-def _jitted_apply(module: nn.Module):
-    """Return the module's application, jitted. It holds the module alone: a model that is dropped is freed at once."""
-    parameters = inspect.signature(type(module).__call__).parameters
-    # A head passes what it does not name on to its base.
-    takes_deterministic = "deterministic" in parameters or any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
-
-    def apply(params, arrays, dropout_rng, *, train, options):
-        settings = {**dict(options), **({"deterministic": not train} if takes_deterministic else {})}
-        rngs = None if dropout_rng is None else {"dropout": dropout_rng}
-        return module.apply({"params": params}, **arrays, **settings, rngs=rngs)
-
-    return jax.jit(apply, static_argnames=("train", "options"))

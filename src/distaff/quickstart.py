@@ -12,11 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from distaff.core.errors import DistaffError
+from distaff.core.errors import DistaffError, UsageError, listed
 from distaff.tasks._flags import flag
+from distaff.tasks._folder import output_folder
 from distaff.tasks.mlm import MlmFlags, train
 from distaff.tasks.tokenizer import TokenizerFlags
 from distaff.tasks.tokenizer import run as train_tokenizer
+from distaff.train.checkpoint import complete_steps
+from distaff.train.resume import CHECKPOINTS
 
 logger = logging.getLogger("distaff")
 
@@ -30,6 +33,8 @@ SHAPE = (
 MLM_PROBABILITY = 0.4
 # Each tenth paragraph is held out.
 HELD_OUT_EACH = 10
+TRAIN_FILE, HELD_OUT_FILE = "train.txt", "held_out.txt"
+BEFORE_TRAINING = (TRAIN_FILE, HELD_OUT_FILE, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(kw_only=True)
@@ -45,11 +50,15 @@ class QuickstartFlags:
 def run(flags: QuickstartFlags) -> int:
     """Do the whole job and return the exit code."""
     folder = Path(flags.output_dir)
-    if (folder / "recipe.yaml").exists() and not (flags.overwrite_output_dir or flags.resume_from_checkpoint):
+    going_on = flags.overwrite_output_dir or flags.resume_from_checkpoint
+    if flags.output_dir and (folder / "recipe.yaml").exists() and not going_on:
         print(what_is_there(folder))
         return 0
-    train_file, held_out_file = write_texts(folder)
+    check(flags, folder)
+    output_folder(flags.output_dir)
+    train_file, held_out_file = folder / TRAIN_FILE, folder / HELD_OUT_FILE
     if not flags.resume_from_checkpoint:
+        write_texts(folder)
         train_tokenizer(
             TokenizerFlags(
                 train_file=str(train_file), vocab_size=VOCAB_SIZE, output_dir=str(folder), overwrite_output_dir=True
@@ -59,6 +68,26 @@ def run(flags: QuickstartFlags) -> int:
     if code == 0:
         report(folder, held_out_file)
     return code
+
+
+def check(flags: QuickstartFlags, folder: Path) -> None:
+    """Raise `UsageError` before anything is written: for settings that cannot be, and a folder with other things."""
+    if flags.max_steps < 1:
+        raise UsageError(f"--max_steps is {flags.max_steps}: it must be at least 1.")
+    if flags.resume_from_checkpoint and not complete_steps(folder / CHECKPOINTS):
+        raise UsageError(f"'{folder}' holds no complete checkpoint to go on from: leave --resume_from_checkpoint out.")
+    if flags.resume_from_checkpoint or flags.overwrite_output_dir or not folder.is_dir():
+        return
+    # What an earlier start wrote before it ended is its own, and made again.
+    text = folder / TRAIN_FILE
+    begun = text.is_file() and text.read_bytes() == as_lines(split_texts()[0]).encode()
+    names = [path.name for path in sorted(folder.iterdir())]
+    strange = [name for name in names if not (begun and name in BEFORE_TRAINING)]
+    if strange:
+        raise UsageError(
+            f"'{folder}' is not empty (it holds {listed(strange, 3)}): name another --output_dir, or "
+            "--overwrite_output_dir."
+        )
 
 
 def mlm_flags(flags: QuickstartFlags, train_file: Path, held_out_file: Path) -> MlmFlags:
@@ -88,22 +117,28 @@ def mlm_flags(flags: QuickstartFlags, train_file: Path, held_out_file: Path) -> 
     )
 
 
-def write_texts(folder: Path) -> tuple[Path, Path]:
-    """Write Python's documentation, a paragraph a line, as `train.txt` and `held_out.txt`."""
+def split_texts() -> tuple[list[str], list[str]]:
+    """Return the paragraphs of Python's documentation to train on, and those that are held out."""
     from pydoc_data.topics import topics
 
-    paths = folder / "train.txt", folder / "held_out.txt"
     # Topics repeat each other's paragraphs: each counts once, so that nothing held out was seen in training.
     texts = list(dict.fromkeys(line for name in sorted(topics) for line in paragraphs(topics[name])))
-    held_out = texts[::HELD_OUT_EACH]
-    lines = [text for number, text in enumerate(texts) if number % HELD_OUT_EACH], held_out
+    return [text for number, text in enumerate(texts) if number % HELD_OUT_EACH], texts[::HELD_OUT_EACH]
+
+
+def as_lines(texts: list[str]) -> str:
+    """Return the texts, one a line."""
+    return "".join(f"{text}\n" for text in texts)
+
+
+def write_texts(folder: Path) -> None:
+    """Write both parts of the documentation, the training texts last."""
+    train, held_out = split_texts()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, part in zip(paths, lines):
-            path.write_text("".join(f"{line}\n" for line in part), encoding="utf-8")
+        (folder / HELD_OUT_FILE).write_text(as_lines(held_out), encoding="utf-8", newline="\n")
+        (folder / TRAIN_FILE).write_text(as_lines(train), encoding="utf-8", newline="\n")
     except OSError as error:
         raise DistaffError(f"'{folder}' cannot be written: {error.strerror}.") from error
-    return paths
 
 
 def paragraphs(text: str) -> list[str]:
@@ -153,12 +188,13 @@ def masked_sentences(texts: list[str], tokenizer, *, count: int) -> list[tuple[s
 
 def what_is_there(folder: Path) -> str:
     """Return what an earlier run left, and how to go on."""
-    steps = sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit())
+    steps = complete_steps(folder / CHECKPOINTS)
     state = f"checkpoints of the steps {', '.join(map(str, steps))}" if steps else "no checkpoint"
     done = (folder / "model.safetensors").exists()
-    return (
-        f"{folder} already holds a run: {state}, {'and the finished model' if done else 'and no finished model'}.\n"
-        f"  try it:     distaff predict fill-mask {folder} 'The value of the <mask> is returned.'\n"
-        f"  go on:      distaff quickstart --output_dir {folder} --resume_from_checkpoint\n"
-        f"  start anew: distaff quickstart --output_dir {folder} --overwrite_output_dir"
+    again = f"distaff quickstart --output_dir {folder}"
+    lines = [f"{folder} already holds a run: {state}, {'and the finished model' if done else 'and no finished model'}."]
+    lines += (
+        [f"  try it:     distaff predict fill-mask {folder} 'The value of the <mask> is returned.'"] if done else []
     )
+    lines += [f"  go on:      {again} --resume_from_checkpoint"] if steps else []
+    return "\n".join([*lines, f"  start anew: {again} --overwrite_output_dir"])

@@ -11,6 +11,7 @@ import numpy as np
 
 from distaff.core.errors import DataError, UsageError
 from distaff.data.columns import row_lengths
+from distaff.data.identity import content_mark, settings_of
 
 # More lengths would save little padding, and each is a program to compile.
 _BUCKETS = 4
@@ -74,7 +75,7 @@ class Batches:
         self.batch_size = batch_size
         self.steps_per_epoch = -(-self.rows // batch_size)
         self._dataset = dataset.with_format("arrow")
-        self._collate = collate
+        self._collate, self._seed = collate, seed
         # grain takes seeds of 32 bits.
         self._order = grain.MapDataset.range(self.rows).shuffle(seed=seed % 2**32).repeat() if shuffle else None
         self._local = slice(
@@ -89,6 +90,17 @@ class Batches:
     def epoch(self, step: int) -> float:
         """Return how many epochs the steps before `step` are."""
         return step / self.steps_per_epoch
+
+    def identity(self) -> dict[str, Any]:
+        """Return what the batches are a function of besides the step."""
+        return {
+            **settings_of(self._collate),
+            "rows": self.rows,
+            "content": content_mark(self._dataset, rows=self.rows),
+            "batch_size": self.batch_size,
+            "max_length": self._max_length,
+            "seed": self._seed,
+        }
 
     def indices(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows' numbers [batch_size] int64 of the global batch, and their weights [batch_size] float32."""

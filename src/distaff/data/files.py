@@ -35,25 +35,35 @@ def expand_files(files: str | Sequence[str]) -> list[Path]:
     names = [files] if isinstance(files, str) else list(files)
     paths: list[Path] = []
     for name in names:
-        for part in [name] if Path(name).exists() else [part.strip() for part in name.split(",") if part.strip()]:
+        for part in [name] if _exists(Path(name)) else [part.strip() for part in name.split(",") if part.strip()]:
             path = Path(part).expanduser()
-            if any(mark in part for mark in "*?[") and not path.exists():
+            if any(mark in part for mark in "*?[") and not _exists(path):
                 found = sorted(glob.glob(str(path), recursive=True))
                 if not found:
                     raise DataError(f"No file matches '{part}': check the pattern and the folder it starts from.")
                 paths += map(Path, found)
             else:
                 paths.append(path)
+    if not paths:
+        raise UsageError(f"'{files}' names no file: write names or patterns, with commas between them.")
     for path in paths:
         _check(path)
     return paths
 
 
+def _exists(path: Path) -> bool:
+    """Tell whether there is something called `path`; a text that cannot be a name is none."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
 def _check(path: Path) -> None:
+    if not _exists(path):
+        raise DataError(f"There is no file '{path}': check its name and the folder that you are in.")
     if path.is_dir():
         raise DataError(f"'{path}' is a folder, not a file: name the files in it, as in '{path}/*.txt'.")
-    if not path.exists():
-        raise DataError(f"There is no file '{path}': check its name and the folder that you are in.")
     if path.suffix.lower() not in READERS:
         raise UsageError(f"'{path}' ends in '{path.suffix}', which is none of {listed(READERS)}: convert or rename it.")
     if path.stat().st_size == 0:
@@ -132,12 +142,20 @@ def _read_jsonl(path: Path, select: Select) -> Iterator[Row]:
         if not line.strip():
             yield number, None
             continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: not valid JSON ({error.msg}, column {error.colno}).") from error
+        record = _parse(line.rstrip(), path, first_line=number)
         chosen = chosen or select(_object(path, record, f"line {number}"), f"line {number}")
         yield number, _values(path, record, chosen, f"line {number}")
+
+
+def _parse(text: str, path: Path, *, first_line: int) -> Any:
+    """Return what the JSON `text`, which begins in line `first_line`, holds."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {first_line + error.lineno - 1}: not valid JSON ({error.msg}, column {error.colno})."
+        raise DataError(f"{path}, {place}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets
+        raise DataError(f"{path}, line {first_line}: JSON that cannot be read ({error}).") from error
 
 
 def _read_json(path: Path, select: Select) -> Iterator[Row]:
@@ -145,16 +163,12 @@ def _read_json(path: Path, select: Select) -> Iterator[Row]:
     first = next((line for _, line in _lines(path) if line.strip()), "null")
     try:
         record = json.loads(first)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         record = None  # the first line is a part of something longer
     if isinstance(record, dict) and not isinstance(record.get("data"), list):
         yield from _read_jsonl(path, select)
         return
-    text = "".join(line for _, line in _lines(path))
-    try:
-        records = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}, column {error.colno}).") from error
+    records = _parse("".join(line for _, line in _lines(path)), path, first_line=1)
     if isinstance(records, dict):
         records = records["data"] if isinstance(records.get("data"), list) else [records]
     if not isinstance(records, list):
@@ -195,8 +209,7 @@ def _read_parquet(path: Path, select: Select) -> Iterator[Row]:
         raise DataError(f"'{path}' is not a Parquet file, or it was cut short.") from error
     with file:
         schema = file.schema_arrow
-        strings = (pa.types.is_string, pa.types.is_large_string)
-        record = {field.name: "" if any(is_text(field.type) for is_text in strings) else 0 for field in schema}
+        record = {field.name: "" if _holds_strings(field.type) else 0 for field in schema}
         record |= {field.name: {} for field in schema if pa.types.is_struct(field.type)}
         chosen = select(record, "the schema")
         for name in chosen:
@@ -208,6 +221,14 @@ def _read_parquet(path: Path, select: Select) -> Iterator[Row]:
             for values in zip(*columns):
                 row += 1
                 yield row, values
+
+
+def _holds_strings(kind: Any) -> bool:
+    """Tell whether an Arrow type is one of strings, as they are or (pandas' categories) by number."""
+    import pyarrow as pa
+
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def _choose(path: Path, record: Mapping[str, Any], column: str | None) -> str:

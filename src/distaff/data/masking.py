@@ -17,8 +17,14 @@ _TO_MASK, _TO_MASK_OR_RANDOM = 0.8, 0.9
 
 def masked_count(max_length: int, *, probability: float = 0.15) -> int:
     """Return how many positions a row has room for: 1.25 times the expected number, and at least one."""
+    _check_probability(probability)
     # Rounded first, because 1.25 * 0.15 * 16 is a hair above 3.
     return min(max_length, max(1, math.ceil(round(1.25 * probability * max_length, 6))))
+
+
+def _check_probability(probability: float) -> None:
+    if not 0 < probability <= 1:
+        raise UsageError(f"The probability of masking is {probability}: it must be above 0 and at most 1.")
 
 
 def special_ids(tokenizer: Any) -> tuple[int, ...]:
@@ -45,8 +51,7 @@ class MlmMasking:
     whole_word: bool = False
 
     def __post_init__(self):
-        if not 0 < self.probability <= 1:
-            raise UsageError(f"The probability of masking is {self.probability}: it must be above 0 and at most 1.")
+        _check_probability(self.probability)
         if self.count < 1:
             raise UsageError(f"{self.count} masked positions a row leave nothing to learn: at least 1 is needed.")
         if not 0 <= self.mask_token_id < self.vocab_size:

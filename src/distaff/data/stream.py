@@ -21,7 +21,8 @@ from distaff.core.errors import CheckpointError, DataError, UsageError
 from distaff.data.batches import Collate
 from distaff.data.columns import flat_values
 from distaff.data.draws import row_keys, uniforms
-from distaff.data.encode import encode_texts
+from distaff.data.encode import encode_texts, tokenizer_identity
+from distaff.data.identity import mark, settings_of
 from distaff.data.text import check_ids, tokenize_blocks
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,8 @@ class TextStream:
         self._tokenizer, self._collate, self._block, self._vocab_size = tokenizer, collate, block, vocab_size
         self._window, self._seed, self._whole_word = window, seed, whole_word
         self._process_index, self._process_count = process_index, process_count
-        self._held_out = list(itertools.islice(_texts_of(texts), num_eval_samples))
+        first = list(itertools.islice(_texts_of(texts), max(num_eval_samples, 1)))
+        self._content, self._held_out = mark(first), first[:num_eval_samples]
         if len(self._held_out) < num_eval_samples:
             raise DataError(
                 f"The stream has only {len(self._held_out)} texts, and --num_eval_samples takes the first "
@@ -116,6 +118,15 @@ class TextStream:
         blocks = tokenize_blocks(held_out, tokenizer=self._tokenizer, block=self._block, whole_word=self._whole_word)
         check_ids(blocks, vocab_size=self._vocab_size)
         return blocks
+
+    def identity(self) -> dict[str, Any]:
+        """Return what the batches are a function of besides the step and the texts after the first ones."""
+        return {
+            **settings_of(self._collate),
+            "tokenizer": mark(tokenizer_identity(self._tokenizer)),
+            "content": self._content,
+            "batch_size": self.batch_size,
+        }
 
     def epoch(self, step: int) -> float:
         """Return how often the texts had been begun again by the batch before `step`."""

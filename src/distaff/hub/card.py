@@ -85,6 +85,21 @@ def write_card(
     return _replace(path, card)
 
 
+def remove_generated_card(folder: str | os.PathLike[str]) -> None:
+    """Take the generated part out of `README.md`, and the file away where nothing else is in it."""
+    path = Path(folder) / "README.md"
+    existing = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    if BEGIN not in existing:
+        return
+    user_yaml, above, below = _users_parts(existing)
+    kept = f"---\n{user_yaml}---\n\n" if user_yaml.strip() else ""
+    kept += "\n".join(part for part in (above, below) if part.strip())
+    if kept:
+        _replace(path, kept)
+    else:
+        path.unlink()
+
+
 def _replace(path: Path, card: str) -> Path:
     """Write the card under another name, rename it and return `path`, so that a README is whole at any time."""
     temporary = path.with_name(".README.md.tmp")

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 # Configs, vocabularies, SentencePiece models, chat templates.
 COMPANIONS = (".json", ".txt", ".model", ".jinja")
 # Hidden files hold caches and, in project folders, secrets.
-NOT_PUSHED = ("checkpoints/*", "*.tmp", ".*", "*/.*", "*__pycache__/*", "wandb/*")
+NOT_PUSHED = ("checkpoints/*", "checkpoints-left-behind/*", "*.tmp", ".*", "*/.*", "*__pycache__/*", "wandb/*")
 
 
 def resolve(
@@ -38,6 +38,8 @@ def resolve(
     """
     path = Path(name_or_dir).expanduser()
     name = os.fspath(name_or_dir)
+    if not name:
+        raise UsageError("The name of the model is empty: write a folder or a Hub id.")
     if path.is_dir():
         return _inside(path, subfolder)
     if path.exists():
@@ -184,9 +186,10 @@ def push_folder(
     With the hf-xet package, which huggingface_hub installs, large files go to the Hub's Xet storage; mirrors and other
     servers seldom have it. Set HF_HUB_DISABLE_XET=1 before Python starts to push to those.
     """
+    if not os.fspath(folder) or not Path(folder).is_dir():
+        state = "is a file, not a folder" if Path(folder).is_file() else "does not exist"
+        raise UsageError(f"The folder '{folder}' {state}: nothing was pushed to '{repo_id}'.")
     folder = Path(folder)
-    if not folder.is_dir():
-        raise UsageError(f"The folder '{folder}' does not exist: nothing was pushed to '{repo_id}'.")
     retry = f"distaff push {shlex.quote(str(folder))} {shlex.quote(repo_id)}"
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError

@@ -16,6 +16,19 @@ VOCABULARIES = (
 )
 
 
+def _check_config(folder: Path) -> None:
+    """Raise `CheckpointError` where it is the config, read to find the tokenizer's class, that does not open."""
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        return
+    try:
+        AutoConfig.from_pretrained(folder)
+    except Exception as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise CheckpointError(f"'{folder / 'config.json'}' is not a config that opens: {reason}.") from error
+
+
 def open_tokenizer(folder: Path) -> Any:
     """Return the tokenizer that `AutoTokenizer` finds in `folder`.
 
@@ -29,5 +42,6 @@ def open_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # each tokenizer class raises its own
+        _check_config(folder)
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise CheckpointError(f"The tokenizer in '{folder}' does not open ({reason}): {remedy}.") from error

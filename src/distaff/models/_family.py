@@ -1,6 +1,7 @@
 """What the family files share: the check of a config's fields, the call of text encoders, checks of ids on the host."""
 
 import logging
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -30,6 +31,12 @@ COMMON_WITHOUT_EFFECT = frozenset(
     "begin_suppress_tokens".split()
 )
 
+SIZES = frozenset(
+    "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size max_position_embeddings "
+    "type_vocab_size n_embd n_head n_layer n_positions d_model d_ff d_kv num_heads num_layers".split()
+)
+PROBABILITY = re.compile("dropout|_pdrop$|layerdrop")
+
 
 def check_fields(
     config,
@@ -43,6 +50,7 @@ def check_fields(
     Raises `ConfigError` with all of them.
     """
     values = config.to_dict()
+    check_values(type(config).__name__, values)
     refused = [
         f"{name}={values[name]!r} (only {' or '.join(map(repr, fine))})"
         for name, fine in allowed.items()
@@ -56,6 +64,22 @@ def check_fields(
     unknown = sorted(values.keys() - known)
     if unknown:
         logger.warning("%s: nothing here reads %s; the model is built without.", type(config).__name__, listed(unknown))
+
+
+def check_values(name: str, values: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for sizes below 1 and probabilities outside [0, 1], whatever family has them."""
+    wrong = [
+        f"{field}={value!r} (at least 1)"
+        for field, value in values.items()
+        if field in SIZES and isinstance(value, int) and value < 1
+    ]
+    wrong += [
+        f"{field}={value!r} (from 0 to 1)"
+        for field, value in values.items()
+        if PROBABILITY.search(field) and isinstance(value, int | float) and not 0 <= value <= 1
+    ]
+    if wrong:
+        raise ConfigError(f"{name}: {listed(wrong)} cannot be: correct the config.")
 
 
 def check_activation(name: Any) -> None:
@@ -123,6 +147,11 @@ class FlaxTextModel(FlaxPreTrainedModel):
             self.check_shapes(input_ids, attention_mask, token_type_ids, position_ids)
             self.check_ids(input_ids, token_type_ids, position_ids)
             if masked_positions is not None:
+                if np.ndim(masked_positions) != 2:
+                    raise DataError(
+                        f"masked_positions is {list(np.shape(masked_positions))} and must be [batch, count]: a row of "
+                        "places for each text."
+                    )
                 check_ids("masked_positions", masked_positions, np.shape(input_ids)[-1], "the length of the rows")
         inputs = {
             "input_ids": input_ids,
@@ -157,6 +186,8 @@ class FlaxTextModel(FlaxPreTrainedModel):
             raise DataError(
                 f"input_ids is {list(shape)} and must be {wanted}: add the missing axes, as in input_ids[None]."
             )
+        if shape[-1] == 0:
+            raise DataError(f"input_ids is {list(shape)}, rows without a token: there is nothing to compute.")
         for name, other in zip(("attention_mask", "token_type_ids", "position_ids"), others, strict=True):
             if other is not None and np.shape(other) != shape:
                 raise DataError(

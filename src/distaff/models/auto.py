@@ -1,12 +1,12 @@
 """`FlaxAutoModelFor...`: the class that a checkpoint's model type asks for."""
 
 import importlib
+import os
 from typing import Any, ClassVar
-
-from transformers import PretrainedConfig
 
 from distaff.core.errors import CheckpointError, UsageError, listed
 from distaff.hub import resolve
+from distaff.loading import config_values
 from distaff.models import FAMILIES
 
 
@@ -39,21 +39,21 @@ class _AutoModel:
     @classmethod
     def from_pretrained(cls, name_or_dir, *, config=None, **kwargs: Any):
         """Load a checkpoint; keywords as those of `FlaxPreTrainedModel.from_pretrained`."""
-        if config is not None:
+        if config is not None and not isinstance(config, str | os.PathLike):
             return cls.for_model_type(config.model_type).from_pretrained(name_or_dir, config=config, **kwargs)
         where = {
             name: kwargs[name] for name in ("revision", "token", "subfolder", "local_files_only") if name in kwargs
         }
-        folder = resolve(str(name_or_dir), weights=False, **where)
+        folder = resolve(config or name_or_dir, weights=False, **({} if config else where))
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"'{folder}' has no config.json, which says what model this is.")
-        values, _ = PretrainedConfig.get_config_dict(folder)
+        values = config_values(folder)
         if "model_type" not in values:
             raise CheckpointError(
                 f"'{folder / 'config.json'}' does not say its model_type: load it with the class of its family, "
                 "such as FlaxBertModel."
             )
-        return cls.for_model_type(values["model_type"]).from_pretrained(name_or_dir, **kwargs)
+        return cls.for_model_type(values["model_type"]).from_pretrained(name_or_dir, config=config, **kwargs)
 
 
 class FlaxAutoModel(_AutoModel):

@@ -1,11 +1,16 @@
 """Flags that recipes share, by the names of the old `run_*_flax.py` scripts, for `transformers.HfArgumentParser`."""
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+import numpy as np
 
 from distaff.core.errors import UsageError
 from distaff.core.precision import dtype_of
 from distaff.train import LoopConfig, OptimizerConfig
+from distaff.train.log import check_reporters, installed_reporters
+from distaff.train.optim import check_optimizer
 
 SECRET_FLAGS = ("hub_token",)
 
@@ -56,8 +61,19 @@ class TextFlags:
     max_eval_samples: int | None = flag(None, "Use at most so many evaluation texts.")
     streaming: bool = flag(False, "Read texts as they come, without converting all of them first.")
     num_train_steps: int | None = flag(None, "Steps of a streamed run; the same as --max_steps.")
-    num_eval_samples: int = flag(1_000, "The first texts of a stream, which are evaluated on and never trained on.")
-    shuffle_buffer_size: int = flag(1_000, "Rows of a stream that are shuffled together.")
+    num_eval_samples: int = flag(
+        1_000,
+        "With --streaming: so many first texts are evaluated on and never trained on; --max_eval_samples lowers it.",
+    )
+    shuffle_buffer_size: int = flag(1_000, "With --streaming: rows that are shuffled together.")
+
+    def check_texts(self) -> None:
+        """Raise `UsageError` for values that no texts can be read with."""
+        check_positive(
+            self,
+            "max_seq_length preprocessing_num_workers max_train_samples max_eval_samples num_train_steps "
+            "shuffle_buffer_size",
+        )
 
 
 @dataclass(kw_only=True)
@@ -97,21 +113,27 @@ class TrainingFlags:
     hub_token: str | None = flag(None, "Token of the Hub, by default the one that is logged in.")
     hub_private_repo: bool | None = flag(None, "Make the repository private.")
 
-    def check_training(self) -> None:
-        """Raise `UsageError` for values that no run can have."""
-        positive = (
+    def check_numbers(self) -> None:
+        """Raise `UsageError` for values that neither a training nor an evaluation can have."""
+        check_positive(
+            self,
             "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps logging_steps "
-            "save_steps"
+            "save_steps eval_steps save_total_limit",
         )
-        for name in positive.split():
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name} is {getattr(self, name)}: it must be at least 1.")
-        for name in ("eval_steps", "save_total_limit"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name} is {value}: it must be at least 1.")
+        if not 0 <= self.seed < 2**32:
+            raise UsageError(f"--seed is {self.seed}: it must lie between 0 and {2**32 - 1}.")
+
+    def check_training(self) -> None:
+        """Raise `UsageError` for values that no training can have."""
+        self.check_numbers()
+        if not math.isfinite(self.num_train_epochs):
+            raise UsageError(f"--num_train_epochs is {self.num_train_epochs}: it must be a finite number.")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             raise UsageError("Nothing would be trained: give --num_train_epochs above 0 or --max_steps of at least 1.")
+        if self.warmup_steps < 0:
+            raise UsageError(f"--warmup_steps is {self.warmup_steps}: it must be at least 0.")
+        check_optimizer(self.optimizer())
+        check_reporters(reporters(self.report_to))
 
     def optimizer(self) -> OptimizerConfig:
         """The optimizer that the flags describe."""
@@ -148,18 +170,35 @@ class TrainingFlags:
         )
 
 
+def check_positive(flags: Any, names: str) -> None:
+    """Raise `UsageError` for the first of the named flags that is given and below 1."""
+    for name in names.split():
+        value = getattr(flags, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} is {value}: it must be at least 1.")
+
+
 def reporters(names: list[str]) -> tuple[str, ...]:
-    """Return where to report to: "all" and "none" resolved."""
+    """Return where to report to: "all" (that are installed) and "none" resolved."""
     asked = [name for part in names for name in part.split(",")]
     if "none" in asked:
         return ()
-    return ("tensorboard", "wandb") if "all" in asked else tuple(asked)
+    return installed_reporters() if "all" in asked else tuple(asked)
 
 
 def check_dtypes(flags: ModelFlags) -> None:
     """Raise `UsageError` for dtypes that models do not have."""
     dtype_of(flags.dtype)
     dtype_of(flags.param_dtype)
+
+
+def check_epsilon(model: ModelFlags, training: TrainingFlags) -> None:
+    """Raise `UsageError` where AdamW, which computes in the parameters' dtype, would divide by zero."""
+    if not training.adafactor and not np.asarray(training.adam_epsilon).astype(dtype_of(model.param_dtype)):
+        raise UsageError(
+            f"--adam_epsilon {training.adam_epsilon} is zero in --param_dtype {model.param_dtype}: "
+            "give a larger one, such as 1e-4."
+        )
 
 
 def as_recipe(flags: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from distaff.data.pairs import PairCollate, PairColumns, load_pairs, tokenize_pa
 from distaff.data.text import check_ids, split_validation
 from distaff.models.auto import FlaxAutoModelForSeq2SeqLM
 from distaff.tasks import _recipe as recipe
-from distaff.tasks._flags import ModelFlags, TrainingFlags, check_dtypes, flag
+from distaff.tasks._flags import ModelFlags, TrainingFlags, check_dtypes, check_positive, flag
 
 # The defaults of the old script, where model and tokenizer allow so many.
 SOURCE_LENGTH, TARGET_LENGTH = 1024, 128
@@ -53,20 +53,18 @@ class Seq2SeqFlags(ModelFlags, TrainingFlags):
     do_predict: bool = flag(False, "Generate for the test data and write generated_predictions.txt.")
 
     def check(self) -> None:
-        """Raise `UsageError` for values that no run can have."""
-        self.check_training()
+        """Raise `UsageError` for values that neither a training nor an evaluation can have."""
+        self.check_numbers()
         check_dtypes(self)
         if not 0 <= self.label_smoothing_factor < 1:
             raise UsageError(
                 f"--label_smoothing_factor is {self.label_smoothing_factor}: it must be at least 0 and less than 1."
             )
-        for name in (
+        check_positive(
+            self,
             "max_source_length max_target_length val_max_target_length num_beams max_train_samples max_eval_samples "
-            "max_predict_samples".split()
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name} is {value}: it must be at least 1.")
+            "max_predict_samples preprocessing_num_workers",
+        )
         if self.do_predict and not (self.test_file or self.dataset_name):
             raise UsageError("--do_predict has nothing to predict for: give --test_file.")
         if (self.do_predict or self.predict_with_generate) and jax.process_count() > 1:

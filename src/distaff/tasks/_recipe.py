@@ -1,6 +1,6 @@
 """The steps that every recipe shares: model and tokenizer by the flags, the plan, and what is written at the end."""
 
-import json
+import difflib
 import logging
 import shlex
 import sys
@@ -9,15 +9,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jax
-import yaml
 from jax.sharding import Mesh
 
 from distaff.core.errors import CheckpointError, DistaffError, UsageError
 from distaff.core.mesh import batch_devices
 from distaff.hub import open_tokenizer, push_folder, resolve, write_card
+from distaff.models import FAMILIES
 from distaff.pretrained import FlaxPreTrainedModel
-from distaff.tasks._flags import ModelFlags, TextFlags, TrainingFlags, as_recipe
+from distaff.tasks import _folder
+from distaff.tasks._flags import SECRET_FLAGS, ModelFlags, TextFlags, TrainingFlags
 from distaff.tasks.tokenizer import save_tokenizer
 
 logger = logging.getLogger("distaff")
@@ -47,18 +47,27 @@ def load_config(flags: ModelFlags, tokenizer, token: str | None = None):
         folder = resolve(name, weights=False, token=token, revision=flags.model_revision)
         try:
             config = AutoConfig.from_pretrained(folder)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # each config class raises its own
             raise CheckpointError(f"'{name}' holds no config that opens: {_first_line(error)}") from error
     elif flags.model_type is None:
         raise UsageError("There is no model: give --model_name_or_path, --config_name or --model_type.")
-    elif flags.model_type not in CONFIG_MAPPING:
-        raise UsageError(f"--model_type '{flags.model_type}' is no model type of Transformers.")
     else:
+        check_model_type(flags.model_type)
         config = CONFIG_MAPPING[flags.model_type]()
         fit_config_to_tokenizer(config, tokenizer)
     if flags.config_overrides:
         override(config, flags.config_overrides)
     return config
+
+
+def check_model_type(name: str) -> None:
+    """Raise `UsageError` for a model type that no config is known for."""
+    from transformers import CONFIG_MAPPING
+
+    if name not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(name, CONFIG_MAPPING, 1)
+        hint = f"did you mean '{near[0]}'?" if near else f"distaff has models of {', '.join(FAMILIES)}."
+        raise UsageError(f"--model_type '{name}' is no model type of Transformers: {hint}")
 
 
 def fit_config_to_tokenizer(config, tokenizer) -> None:
@@ -73,7 +82,7 @@ def override(config, text: str) -> None:
     """Change `config` by `name=value,...`; each value is read as the type that the field has."""
     try:
         config.update_from_string(text)
-    except (ValueError, AttributeError) as error:
+    except Exception as error:  # each config class raises its own
         raise UsageError(f"--config_overrides '{text}' does not fit the config: {_first_line(error)}.") from error
 
 
@@ -151,63 +160,6 @@ def log_start(flags: ModelFlags, training: TrainingFlags) -> None:
     logger.info("Initialisation: %s.", next(text for holds, text in sources if holds))
 
 
-def prepare_folder(flags: TrainingFlags, recipe: str) -> Path:
-    """Make the output folder and write the resolved flags into it. A folder with something in it is refused."""
-    if not flags.output_dir:
-        raise UsageError("Training writes a folder: name it with --output_dir.")
-    folder = Path(flags.output_dir)
-    if folder.is_file():
-        raise UsageError(f"--output_dir '{folder}' is a file: name a folder.")
-    going_on = flags.overwrite_output_dir or flags.resume_from_checkpoint is not None
-    if folder.is_dir() and _holds_a_run(folder) and not going_on:
-        raise UsageError(
-            f"'{folder}' already holds a run: go on with --resume_from_checkpoint, start anew with "
-            "--overwrite_output_dir, or name another --output_dir."
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if jax.process_index() == 0:
-            values = {"recipe": recipe, **as_recipe(flags)}
-            (folder / "recipe.yaml").write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
-    except OSError as error:
-        raise DistaffError(f"--output_dir '{folder}' cannot be written: {error.strerror}.") from error
-    return folder
-
-
-def _holds_a_run(folder: Path) -> bool:
-    """Tell whether a run wrote here. A tokenizer and a config that wait for a model are no run."""
-    marks = ("checkpoints", "recipe.yaml", "metrics.jsonl", "all_results.json")
-    return any((folder / mark).exists() for mark in marks) or any(folder.glob("*.safetensors"))
-
-
-def results_folder(name: str) -> Path:
-    """Return the folder `name`, made if need be, for results alone."""
-    folder = Path(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DistaffError(f"--output_dir '{folder}' cannot be written: {error.strerror}.") from error
-    return folder
-
-
-def read_results(folder: Path) -> dict[str, Any]:
-    """Return the results that an earlier run wrote, or those of the last log where it was killed before it did."""
-    everything = folder / "all_results.json"
-    if everything.exists():
-        return json.loads(everything.read_text())
-    log = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    return {name: value for row in rows for name, value in row.items() if name not in ("step", "epoch")}
-
-
-def write_results(folder: Path, name: str, values: dict[str, Any]) -> None:
-    """Write `<name>_results.json`, and add the values to `all_results.json`."""
-    everything = folder / "all_results.json"
-    before = json.loads(everything.read_text()) if everything.exists() else {}
-    for path, content in ((folder / f"{name}_results.json", values), (everything, {**before, **values})):
-        path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-
 def finish(
     folder: Path,
     flags: Any,
@@ -217,23 +169,35 @@ def finish(
     tokenizer,
     task: str,
     metrics: dict[str, float],
+    step: int,
 ) -> None:
-    """Write model, tokenizer and card, and publish them where asked. Publishing that fails leaves the run whole."""
-    model.save_pretrained(folder, params)
-    save_tokenizer(tokenizer, folder)
-    base = flags.model_name_or_path
+    """Write model, tokenizer, results and card, and publish them where asked; the model, which costs most, first.
+
+    `metrics` are those of step `step`, with `eval_...` among them. Publishing that fails leaves the run whole.
+    """
+    evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+    trained = {name: value for name, value in metrics.items() if name not in evaluated}
+    try:
+        model.save_pretrained(folder, params)
+        save_tokenizer(tokenizer, folder)
+        _folder.write_results(folder, {"train": {**trained, "train_steps": step}, "eval": evaluated})
+    except OSError as error:
+        raise DistaffError(
+            f"The model cannot be written to '{folder}' ({error.strerror or error}): make room and go on with "
+            "--resume_from_checkpoint."
+        ) from error
     write_card(
         folder,
         model_name=(flags.hub_model_id or folder.name).rpartition("/")[2],
         model_type=model.config.model_type,
         task=task,
         repo_id=flags.hub_model_id,
-        base_model=base,
+        base_model=flags.model_name_or_path,
         datasets=[flags.dataset_name] if flags.dataset_name else [],
-        metrics=metrics,
-        command=command_line(),
+        metrics={name.removeprefix("eval_"): value for name, value in evaluated.items()},
+        command=command_line(flags),
         hyperparameters=_hyperparameters(flags),
-        training_log=_logged(folder / "metrics.jsonl"),
+        training_log=_logged(folder),
         versions={name: version(name) for name in ("distaff", "jax", "flax", "optax", "transformers", "datasets")},
     )
     if flags.push_to_hub:
@@ -252,11 +216,13 @@ def publish(folder: Path, flags: TrainingFlags) -> None:
         logger.error("Everything is saved in %s, but not published. %s", folder, error)
 
 
-def command_line() -> str:
+def command_line(flags: Any) -> str:
     """Return the command of this run as it can be typed again, without the token."""
-    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
-    hidden = ["..." if index and words[index - 1] == "--hub_token" else word for index, word in enumerate(words)]
-    return shlex.join("--hub_token=..." if word.startswith("--hub_token=") else word for word in hidden)
+    text = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    # By value: a flag may be spelled in several ways.
+    for secret in filter(None, (getattr(flags, name) for name in SECRET_FLAGS)):
+        text = text.replace(shlex.quote(secret), "...").replace(secret, "...")
+    return text
 
 
 def _hyperparameters(flags: TrainingFlags) -> dict[str, Any]:
@@ -268,12 +234,12 @@ def _hyperparameters(flags: TrainingFlags) -> dict[str, Any]:
     return {name: getattr(flags, name) for name in names.split()}
 
 
-def _logged(path: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def _logged(folder: Path) -> list[dict[str, Any]]:
+    rows = _folder.log_rows(folder)
     shown = ("step", "epoch", "loss", "eval_loss", "eval_perplexity", "eval_accuracy")
     evaluated = [row for row in rows if any(name.startswith("eval_") for name in row)] or rows
     return [{name: row[name] for name in shown if name in row} for row in evaluated]
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".")
+    return " ".join(str(error).split()).rstrip(".")

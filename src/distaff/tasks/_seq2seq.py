@@ -21,7 +21,9 @@ from distaff.core.mesh import make_mesh
 from distaff.core.tree import Tree
 from distaff.data.batches import Batches
 from distaff.nn.vocabulary import cross_entropy_sum, score_sums
+from distaff.tasks import _folder
 from distaff.tasks import _recipe as recipe
+from distaff.tasks._flags import check_epsilon
 from distaff.tasks._pairs import (
     Seq2SeqFlags,
     Side,
@@ -78,10 +80,12 @@ def seq2seq_loss(
 
 def train(flags: Seq2SeqFlags, task: Task) -> int:
     """Train and evaluate, write the folder, predict where asked, and return the exit code."""
-    flags.check()
     if not flags.do_train:
         return evaluate_only(flags, task)
-    folder = recipe.prepare_folder(flags, task.name)
+    flags.check()
+    flags.check_training()
+    check_epsilon(flags, flags)
+    folder = _folder.check_folder(flags)
     side = prepare_model(flags, task)
     model, mesh = side.model, make_mesh()
     rows = recipe.rows_a_step(flags, mesh)
@@ -112,34 +116,32 @@ def train(flags: Seq2SeqFlags, task: Task) -> int:
         mesh=mesh,
         tokens_per_batch=lambda batch: int(batch["attention_mask"].sum() + batch["label_weights"].sum()),
         score=score,
+        on_start=partial(_folder.begin, folder, flags, task.name),
     )
     if result.interrupted:
         logger.warning("Stopped at step %d; go on with --resume_from_checkpoint.", result.step)
         return 128 + result.interrupted
-    named = {}
+    metrics = result.metrics
+    if not metrics:
+        # Resumed at its last step: nothing was trained, and what was measured then stands in the log.
+        logger.info("All %d steps were done before; the model is written again.", result.step)
+        metrics = _folder.logged_at(folder, result.step)
+    params, predicted = result.state.params, {}
     if test_batches is not None:
-        named = predict(flags, task, side, result.state.params, test_batches, test_pairs["target"][:], mesh, folder)
-    leave(flags, task, side, result, folder, named)
-    return 0
-
-
-def leave(flags: Seq2SeqFlags, task: Task, side: Side, result, folder: Path, predicted: dict[str, float]) -> None:
-    """Write what a run leaves."""
-    metrics = result.metrics or recipe.read_results(folder)
+        predicted = predict(flags, task, side, params, test_batches, test_pairs["target"][:], mesh, folder)
     if jax.process_index() == 0:
-        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
-        trained = {name: value for name, value in metrics.items() if not name.startswith(("eval_", "predict_"))}
-        recipe.write_results(folder, "train", {**trained, "train_steps": result.step})
-        recipe.write_results(folder, "eval", evaluated)
         recipe.finish(
             folder,
             flags,
-            model=side.model,
-            params=result.state.params,
+            model=model,
+            params=params,
             tokenizer=side.tokenizer,
             task=task.pipeline,
-            metrics={name.removeprefix("eval_"): value for name, value in {**evaluated, **predicted}.items()},
+            metrics=metrics,
+            step=result.step,
         )
+        _folder.write_results(folder, {"predict": predicted}, add=True)
+    return 0
 
 
 def evaluate_only(flags: Seq2SeqFlags, task: Task) -> int:
@@ -154,7 +156,9 @@ def evaluate_only(flags: Seq2SeqFlags, task: Task) -> int:
     flags.do_eval = flags.do_eval and bool(
         flags.validation_file or flags.train_file or flags.dataset_name or not flags.do_predict
     )
-    folder = recipe.results_folder(flags.output_dir) if flags.output_dir else None
+    if not (flags.do_eval or flags.do_predict):
+        raise UsageError("Without training and evaluation nothing is left to do: leave --do_eval False out.")
+    folder = _folder.output_folder(flags.output_dir) if flags.output_dir is not None else None
     side, mesh = prepare_model(flags, task), make_mesh()
     named: dict[str, float] = {}
     rows = recipe.rows_a_step(flags, mesh)[1]
@@ -164,12 +168,14 @@ def evaluate_only(flags: Seq2SeqFlags, task: Task) -> int:
         score = scorer(task, side, batches, pairs["target"][:]) if flags.predict_with_generate else None
         values = measure(flags, side, side.model.params, batches, mesh) | (score(side.model.params) if score else {})
         named = {f"eval_{name}": value for name, value in values.items()}
-        if folder:
-            recipe.write_results(folder, "eval", named)
-    if flags.do_predict and folder:
+        if folder is not None:
+            _folder.write_results(folder, {"eval": named}, add=True)
+    if flags.do_predict and folder is not None:
         pairs = read_test(flags, task)
         batches = make_batches(flags, side, pairs, rows, train=False)
-        named |= predict(flags, task, side, side.model.params, batches, pairs["target"][:], mesh, folder)
+        predicted = predict(flags, task, side, side.model.params, batches, pairs["target"][:], mesh, folder)
+        _folder.write_results(folder, {"predict": predicted}, add=True)
+        named |= predicted
     for name, value in named.items():
         print(f"{name} = {value:.6g}")
     return 0
@@ -197,16 +203,14 @@ def predict(
     mesh: Mesh,
     folder: Path,
 ) -> dict[str, float]:
-    """Write `generated_predictions.txt` and `predict_results.json`; the latter compares with targets if there are."""
+    """Write `generated_predictions.txt`, and return how it compares with the targets, if there are any."""
     texts = generate_texts(side, params, batches)
     write_lines(folder / "generated_predictions.txt", texts)
     values: dict[str, float] = {"samples": len(texts)}
     wanted = [target.strip() for target in targets if target is not None]
     if len(wanted) == len(texts):
         values |= measure(flags, side, params, batches, mesh) | task.scores(texts, wanted)
-    named = {f"predict_{name}": value for name, value in values.items()}
-    recipe.write_results(folder, "predict", named)
-    return named
+    return {f"predict_{name}": value for name, value in values.items()}
 
 
 def scorer(task: Task, side: Side, batches: Batches, targets: list[str]):

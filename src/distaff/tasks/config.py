@@ -7,6 +7,7 @@ from distaff.core.errors import DistaffError, UsageError
 from distaff.models import FAMILIES
 from distaff.tasks import _recipe as recipe
 from distaff.tasks._flags import ModelFlags, flag
+from distaff.tasks._folder import output_folder
 
 
 @dataclass(kw_only=True)
@@ -18,6 +19,7 @@ class ConfigFlags:
     config_name: str | None = flag(None, "Config to start from instead: a folder or a Hub id.")
     tokenizer_name: str | None = flag(None, "Take vocabulary and special ids from this tokenizer.")
     config_overrides: str | None = flag(None, "Changes: hidden_size=192,num_hidden_layers=4.")
+    overwrite_output_dir: bool = flag(False, "Replace a config in the folder.")
 
 
 def create(flags: ConfigFlags) -> int:
@@ -28,22 +30,28 @@ def create(flags: ConfigFlags) -> int:
 
     if bool(flags.model_type) == bool(flags.config_name):
         raise UsageError("Start from one of --model_type and --config_name.")
+    path = Path(flags.output_dir) / "config.json"
+    if flags.output_dir and path.exists() and not flags.overwrite_output_dir:
+        raise UsageError(f"'{path}' is there already: choose another --output_dir, or --overwrite_output_dir.")
     source = ModelFlags(config_name=flags.config_name, model_type=flags.model_type, tokenizer_name=flags.tokenizer_name)
-    if flags.model_type and flags.model_type not in CONFIG_MAPPING:
-        raise UsageError(f"--model_type '{flags.model_type}' is none of {', '.join(FAMILIES)}.")
+    if flags.model_type:
+        recipe.check_model_type(flags.model_type)
     config = CONFIG_MAPPING[flags.model_type]() if flags.model_type else recipe.load_config(source, None)
-    if flags.tokenizer_name:
-        recipe.fit_config_to_tokenizer(config, recipe.load_tokenizer(source))
+    tokenizer = recipe.load_tokenizer(source) if flags.tokenizer_name else None
+    if tokenizer is not None:
+        recipe.fit_config_to_tokenizer(config, tokenizer)
     if flags.config_overrides:
         recipe.override(config, flags.config_overrides)
+    if tokenizer is not None:
+        recipe.check_vocabulary(tokenizer, config)
     family = FAMILIES.get(config.model_type)
     if family is not None:
         module = importlib.import_module(f"distaff.models.{family.file}")
         getattr(module, family.classes()["Model"]).check_config(config)
-    folder = Path(flags.output_dir)
+    folder = output_folder(flags.output_dir)
     try:
         config.save_pretrained(folder)
     except OSError as error:
         raise DistaffError(f"--output_dir '{folder}' cannot be written: {error.strerror}.") from error
-    print(f"{folder / 'config.json'}: a {config.model_type} config with a vocabulary of {config.vocab_size}.")
+    print(f"{path}: a {config.model_type} config with a vocabulary of {config.vocab_size}.")
     return 0

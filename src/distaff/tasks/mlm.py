@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distaff.core.errors import UsageError
+from distaff.core.errors import DataError, UsageError
 from distaff.core.mesh import make_mesh
 from distaff.data.batches import Batches
 from distaff.data.masking import MlmCollate, MlmMasking
@@ -26,8 +26,9 @@ from distaff.data.text import check_ids, load_texts, split_validation, tokenize_
 from distaff.models._family import FlaxTextModel
 from distaff.models.auto import FlaxAutoModelForMaskedLM
 from distaff.nn.vocabulary import cross_entropy_sum, score_sums
+from distaff.tasks import _folder
 from distaff.tasks import _recipe as recipe
-from distaff.tasks._flags import ModelFlags, TextFlags, TrainingFlags, check_dtypes, flag
+from distaff.tasks._flags import ModelFlags, TextFlags, TrainingFlags, check_dtypes, check_epsilon, flag
 from distaff.train import evaluate, fit, make_optimizer
 
 logger = logging.getLogger("distaff")
@@ -105,10 +106,13 @@ def make_data(flags: MlmFlags, tokenizer, *, length: int, vocab_size: int, rows:
             **processes,
         )
 
-    if flags.streaming and flags.do_train:
+    held_out: Any = None
+    if flags.streaming:
         train: Any = make_stream(flags, tokenizer, collate, length, rows[0], vocab_size, processes)
-        held_out = tokenize(flags, read_validation(flags), tokenizer, length) if flags.validation_file else None
-        held_out = train.evaluation() if flags.do_eval and held_out is None else held_out
+        if flags.do_eval and flags.validation_file:
+            held_out = tokenize(flags, read_validation(flags), tokenizer, length)
+        elif flags.do_eval:
+            held_out = train.evaluation()
     else:
         texts, eval_texts = read_texts(flags)
         train = None if texts is None else batches(tokenize(flags, texts, tokenizer, length), rows[0], True)
@@ -119,14 +123,16 @@ def make_data(flags: MlmFlags, tokenizer, *, length: int, vocab_size: int, rows:
 
 def make_stream(flags: MlmFlags, tokenizer, collate, length: int, batch_size: int, vocab_size: int, processes):
     """Return training batches that are read as they come."""
-    if flags.line_by_line:
-        raise UsageError("--streaming joins texts into full rows: leave --line_by_line out.")
+    num_eval_samples = flags.num_eval_samples if flags.do_eval and not flags.validation_file else 0
+    if flags.max_eval_samples is not None:
+        num_eval_samples = min(num_eval_samples, flags.max_eval_samples)
+    most = None if flags.max_train_samples is None else flags.max_train_samples + num_eval_samples
     texts = load_texts(
         files=flags.train_file,
         dataset_name=flags.dataset_name,
         dataset_config_name=flags.dataset_config_name,
         text_column=flags.text_column,
-        max_samples=flags.max_train_samples,
+        max_samples=most,
         token=flags.hub_token,
         streaming=True,
     )
@@ -137,7 +143,7 @@ def make_stream(flags: MlmFlags, tokenizer, collate, length: int, batch_size: in
         block=length,
         batch_size=batch_size,
         vocab_size=vocab_size,
-        num_eval_samples=flags.num_eval_samples if flags.do_eval and not flags.validation_file else 0,
+        num_eval_samples=num_eval_samples,
         window=flags.shuffle_buffer_size,
         seed=flags.seed,
         whole_word=flags.whole_word_mask,
@@ -156,30 +162,36 @@ def read_texts(flags: MlmFlags):
         token=flags.hub_token,
     )
     train = evaluation = None
-    if flags.do_train or (flags.do_eval and not flags.validation_file):
+    if flags.do_eval and flags.validation_file:
+        evaluation = read_validation(flags)
+    elif flags.do_eval and flags.dataset_name and not flags.train_file and _has_validation(flags):
+        evaluation = load(split="validation")
+    if flags.do_train or (flags.do_eval and evaluation is None):
         train = load(files=flags.train_file, split="train")
-    if flags.do_eval:
-        if flags.validation_file:
-            evaluation = read_validation(flags)
-        else:
-            train, evaluation = split_validation(train, percentage=flags.validation_split_percentage)
+    if flags.do_eval and evaluation is None:
+        train, evaluation = split_validation(train, percentage=flags.validation_split_percentage)
     return (
-        _first(train, flags.max_train_samples, "max_train_samples") if flags.do_train else None,
-        _first(evaluation, flags.max_eval_samples, "max_eval_samples"),
+        _first(train, flags.max_train_samples) if flags.do_train else None,
+        _first(evaluation, flags.max_eval_samples),
     )
 
 
 def read_validation(flags: MlmFlags):
-    """Return the texts of --validation_file."""
-    return load_texts(files=flags.validation_file, text_column=flags.text_column, cache_dir=flags.cache_dir)
+    """Return the texts of --validation_file, at most --max_eval_samples."""
+    texts = load_texts(files=flags.validation_file, text_column=flags.text_column, cache_dir=flags.cache_dir)
+    return _first(texts, flags.max_eval_samples)
 
 
-def _first(texts, count: int | None, name: str):
-    if texts is None or count is None:
-        return texts
-    if count < 1:
-        raise UsageError(f"--{name} is {count}: it must be at least 1.")
-    return texts.select(range(min(count, len(texts))))
+def _has_validation(flags: MlmFlags) -> bool:
+    """Tell whether the dataset has texts of its own to evaluate on."""
+    from distaff.data.hub_text import split_names
+
+    names = split_names(str(flags.dataset_name), config_name=flags.dataset_config_name, token=flags.hub_token)
+    return "validation" in names
+
+
+def _first(texts, count: int | None):
+    return texts if texts is None or count is None else texts.select(range(min(count, len(texts))))
 
 
 def tokenize(flags: MlmFlags, texts, tokenizer, length: int):
@@ -200,11 +212,14 @@ def tokenize(flags: MlmFlags, texts, tokenizer, length: int):
 
 def train(flags: MlmFlags) -> int:
     """Train and evaluate, write the folder, and return the exit code."""
-    flags.check_training()
     check_dtypes(flags)
     if not flags.do_train:
         return evaluate_only(flags)
-    folder = recipe.prepare_folder(flags, "mlm")
+    flags.check_training()
+    flags.check_texts()
+    check_epsilon(flags, flags)
+    check_together(flags)
+    folder = _folder.check_folder(flags)
     tokenizer, model, length = prepare_model(flags)
     mesh = make_mesh()
     rows = recipe.rows_a_step(flags, mesh)
@@ -225,19 +240,19 @@ def train(flags: MlmFlags) -> int:
         mesh=mesh,
         tokens_per_batch="attention_mask",
         derived=perplexity,
+        on_start=partial(_folder.begin, folder, flags, "mlm"),
     )
     if result.interrupted:
         logger.warning("Stopped at step %d; go on with --resume_from_checkpoint.", result.step)
         return 128 + result.interrupted
-    if not result.metrics:
-        # Resumed at its last step: nothing was trained, and what was measured then stands in the folder.
+    metrics = result.metrics
+    if not metrics:
+        # Resumed at its last step: nothing was trained, and what was measured then stands in the log.
         logger.info("All %d steps were done before; the model is written again.", result.step)
-    metrics = result.metrics or recipe.read_results(folder)
+        metrics = _folder.logged_at(folder, result.step)
+        if flags.do_eval and "eval_loss" not in metrics:
+            metrics |= measure(model, result.state.params, data, mesh)
     if jax.process_index() == 0:
-        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
-        trained = {name: value for name, value in metrics.items() if not name.startswith("eval_")}
-        recipe.write_results(folder, "train", {**trained, "train_steps": result.step})
-        recipe.write_results(folder, "eval", evaluated)
         recipe.finish(
             folder,
             flags,
@@ -245,30 +260,49 @@ def train(flags: MlmFlags) -> int:
             params=result.state.params,
             tokenizer=tokenizer,
             task="fill-mask",
-            metrics={name.removeprefix("eval_"): value for name, value in evaluated.items()},
+            metrics=metrics,
+            step=result.step,
         )
     return 0
 
 
+def measure(model, params, data: MlmData, mesh) -> dict[str, float]:
+    """Return the figures of an evaluation of `params`, as `eval_...`."""
+    assert data.evaluation is not None
+    loss_fn = partial(mlm_loss, model.module)
+    values = evaluate(loss_fn, params=params, batches=data.evaluation, steps=data.eval_steps, mesh=mesh)
+    if "loss" not in values:
+        raise DataError(
+            "No token of the evaluation texts was masked, so there is nothing to measure: give more text, or a higher "
+            "--mlm_probability."
+        )
+    return {f"eval_{name}": value for name, value in (values | perplexity(values)).items()}
+
+
 def evaluate_only(flags: MlmFlags) -> int:
     """Evaluate a checkpoint, print the metrics and, with --output_dir, write them."""
-    flags.do_train, flags.do_eval = False, True
+    flags.check_numbers()
+    flags.check_texts()
+    check_dtypes(flags)
+    if not flags.do_eval:
+        raise UsageError("Without training and evaluation nothing is left to do: leave --do_eval False out.")
+    if flags.streaming:
+        raise UsageError("--streaming is for training, and an evaluation reads its texts whole: leave it out.")
     if flags.model_name_or_path is None:
         raise UsageError("There is nothing to evaluate: give --model_name_or_path.")
+    if not (flags.validation_file or flags.train_file or flags.dataset_name):
+        raise UsageError("There are no texts to evaluate on: give --validation_file or --dataset_name.")
+    flags.do_train = False
+    folder = _folder.output_folder(flags.output_dir) if flags.output_dir is not None else None
     tokenizer, model, length = prepare_model(flags)
     mesh = make_mesh()
     rows = recipe.rows_a_step(flags, mesh)
     data = make_data(flags, tokenizer, length=length, vocab_size=model.config.vocab_size, rows=rows)
-    assert data.evaluation is not None
-    loss_fn = partial(mlm_loss, model.module)
-    values = evaluate(loss_fn, params=model.params, batches=data.evaluation, steps=data.eval_steps, mesh=mesh)
-    values |= perplexity(values)
-    named = {f"eval_{name}": value for name, value in values.items()}
-    for name, value in named.items():
+    values = measure(model, model.params, data, mesh)
+    for name, value in values.items():
         print(f"{name} = {value:.6g}")
-    if flags.output_dir:
-        folder = recipe.results_folder(flags.output_dir)
-        recipe.write_results(folder, "eval", named)
+    if folder is not None:
+        _folder.write_results(folder, {"eval": values}, add=True)
     return 0
 
 
@@ -279,6 +313,23 @@ def prepare_model(flags: MlmFlags) -> tuple[Any, FlaxTextModel, int]:
     recipe.check_vocabulary(tokenizer, config)
     model = recipe.load_model(FlaxAutoModelForMaskedLM, flags, config, seed=flags.seed, token=flags.hub_token)
     return tokenizer, model, recipe.row_length(flags, tokenizer, model.longest_input)
+
+
+def check_together(flags: MlmFlags) -> None:
+    """Raise `UsageError` for flags that do not go together."""
+    if flags.num_train_steps is not None and flags.max_steps not in (-1, flags.num_train_steps):
+        raise UsageError(
+            f"--num_train_steps {flags.num_train_steps} and --max_steps {flags.max_steps} mean the same: give one."
+        )
+    if flags.streaming:
+        count_steps(flags, None)
+        if flags.line_by_line:
+            raise UsageError("--streaming joins texts into full rows: leave --line_by_line out.")
+        if flags.do_eval and not flags.validation_file and flags.num_eval_samples < 1:
+            raise UsageError(
+                f"--num_eval_samples is {flags.num_eval_samples}: it must be at least 1, or --do_eval False, or give "
+                "--validation_file."
+            )
 
 
 def count_steps(flags: MlmFlags, steps_per_epoch: int | None) -> int:

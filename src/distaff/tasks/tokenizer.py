@@ -9,7 +9,6 @@ XLM-RoBERTa's. 1 MB of text and 8,000 tokens take some seconds on two cores.
 
 import json
 import logging
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +17,10 @@ from typing import Any, Literal
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from distaff.core.errors import DataError, UsageError
+from distaff.core.errors import DataError, UsageError, listed
 from distaff.data.text import load_texts
+from distaff.hub.tokenizer import VOCABULARIES
+from distaff.tasks._folder import output_folder
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,14 @@ def train_tokenizer(texts: Iterable[list[str]], *, flags: TokenizerFlags) -> Pre
     mask = AddedToken(recipe.special["mask_token"], lstrip=not recipe.token_types, special=True)
     special = [mask if token == mask.content else token for token in dict.fromkeys([*recipe.special.values(), *extra])]
     backend = recipe.backend(flags)
-    backend.train_from_iterator(texts, recipe.trainer(flags, special))
+    try:
+        backend.train_from_iterator(texts, recipe.trainer(flags, special))
+    except Exception as error:  # the trainers raise nothing more special
+        reason = str(error).strip().rstrip(".") or type(error).__name__
+        raise UsageError(
+            f"The {flags.algorithm} trainer cannot make {flags.vocab_size} tokens of this text ({reason}): "
+            "choose another --vocab_size, or give more text."
+        ) from error
     size = backend.get_vocab_size()
     if size > flags.vocab_size:
         raise UsageError(
@@ -227,20 +235,15 @@ def run(flags: TokenizerFlags) -> Path:
 
 
 def _checked(flags: TokenizerFlags) -> Path:
-    folder = Path(flags.output_dir)
     if flags.algorithm not in RECIPES:
         raise UsageError(f"--algorithm is '{flags.algorithm}': it must be one of {', '.join(RECIPES)}.")
     for name in ("vocab_size", "min_frequency", "model_max_length"):
         if getattr(flags, name) < 1:
             raise UsageError(f"--{name} is {getattr(flags, name)}: it must be at least 1.")
-    if (folder / "tokenizer.json").exists() and not flags.overwrite_output_dir:
+    held = [name for name in VOCABULARIES if flags.output_dir and (Path(flags.output_dir) / name).exists()]
+    if held and not flags.overwrite_output_dir:
         raise UsageError(
-            f"'{folder}' holds a tokenizer already: choose another --output_dir, or --overwrite_output_dir."
+            f"'{flags.output_dir}' holds a tokenizer already ({listed(held)}): choose another --output_dir, or "
+            "--overwrite_output_dir."
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass  # better now than after the training
-    except OSError as error:
-        raise UsageError(f"'{folder}' cannot be written ({error.strerror}): choose another --output_dir.") from error
-    return folder
+    return output_folder(flags.output_dir)

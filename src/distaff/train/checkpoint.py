@@ -159,11 +159,16 @@ def _restore_items(folder: Path, items: dict[str, Tree], *, with_meta: bool) -> 
     options = ocp.CheckpointManagerOptions(create=False)
     with ocp.CheckpointManager(folder.parent, item_handlers=handlers, options=options) as reader:
         found = reader.item_metadata(step)
+        if lost := [name for name in items if getattr(found[name], "tree", found[name]) is None]:
+            raise ValueError(f"it does not say what its {listed(lost)} hold")
         _compare({name: found[name] for name in items}, items, folder)
         args: dict[str, Any] = {name: ocp.args.StandardRestore(item) for name, item in items.items()}
         if with_meta:
             args["meta"] = ocp.args.JsonRestore()
-        return reader.restore(step, args=ocp.args.Composite(**args))
+        read = reader.restore(step, args=ocp.args.Composite(**args))
+    if with_meta and not isinstance(read["meta"], dict):
+        raise ValueError("its meta is no JSON object")
+    return read
 
 
 def _compare(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:

@@ -42,5 +42,7 @@ class LoopConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}.")
+        if self.total_steps >= 2**31:
+            raise UsageError(f"total_steps is {self.total_steps}: steps are counted to {2**31 - 1}.")
         if self.eval_steps < 0:
             raise UsageError(f"eval_steps must be 0 or more, not {self.eval_steps}.")

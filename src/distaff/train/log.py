@@ -4,6 +4,7 @@ Each place is a `Sink`; only process 0 writes.
 """
 
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -146,6 +147,11 @@ def check_reporters(names: Sequence[str]) -> None:
             raise MissingExtraError(module, extra, f"report_to '{name}'") from error
 
 
+def installed_reporters() -> tuple[str, ...]:
+    """Return the names of all places to report to whose packages are installed."""
+    return tuple(name for name, (module, _) in REPORTERS.items() if importlib.util.find_spec(module) is not None)
+
+
 def make_sinks(config: LoopConfig, *, start: int) -> list[Sink]:
     """Return the sinks besides the terminal for a run that begins after step `start`; files need an output_dir."""
     sinks: list[Sink] = []
@@ -164,16 +170,16 @@ def _keep_lines(path: Path, *, until: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
-            step = json.loads(line)["step"]
+            keep = json.loads(line)["step"] <= until
         except (ValueError, KeyError, TypeError):
             # The process was killed in the middle of this line.
             continue
-        if step <= until:
-            kept.append(line + "\n")
+        if keep:
+            kept.append(line + b"\n")
     fresh = path.with_suffix(".tmp")
-    fresh.write_text("".join(kept), encoding="utf-8")
+    fresh.write_bytes(b"".join(kept))
     os.replace(fresh, path)
 
 

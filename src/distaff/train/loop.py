@@ -29,9 +29,11 @@ from distaff.train.prefetch import Batches, position_of
 from distaff.train.resume import (
     CHECKPOINTS,
     find_checkpoint,
+    identity_of,
     leave_behind,
     prepare_output,
     restore_position,
+    warn_of_other_data,
     window_from_json,
 )
 from distaff.train.run import Hooks, Run, TokenCount, Values
@@ -74,6 +76,7 @@ def fit(
     derived: Callable[[Values], Values] | None = None,
     score: Callable[[Tree], Values] | None = None,
     on_log: Callable[[int, Values], None] | None = None,
+    on_start: Callable[[], None] | None = None,
 ) -> FitResult:
     """Train `params` and return the result; see `LoopConfig` for the settings.
 
@@ -83,6 +86,7 @@ def fit(
     tokens_per_batch: of this process; a number, the batch key whose sum it is, or a function of the host batch.
     derived: more values from a log's values ("loss" -> "perplexity"). score: more values of an evaluation, from the
     parameters (texts that are generated and compared). on_log: called with each log and evaluation.
+    on_start: called once, when nothing can be refused any more.
 
     Raises UsageError for settings that cannot be, CheckpointError, and DistaffError for a loss that is not finite.
     """
@@ -113,6 +117,8 @@ def fit(
         donate=not config.debug_nans,
     )
     window = window_from_json(meta.get("window"), mesh)
+    if on_start is not None:
+        on_start()
     return _drive(hooks, config=config, mesh=mesh, train_step=train_step, state=state, window=window, batches=batches)
 
 
@@ -148,6 +154,7 @@ def _drive(
             step=start,
             window=window,
             position=position_of(batches),
+            identity=identity_of(batches),
         )
         stack.callback(run.close)
         if jax.process_index() == 0:
@@ -172,7 +179,8 @@ def _restored(
     if source is None:
         return state, {}
     state, meta = restore(source[0], abstract_state(state), step=source[1])
-    restore_position(batches, meta["positions"])
-    if meta["seed"] != config.seed:
+    restore_position(batches, meta.get("positions"))
+    warn_of_other_data(meta.get("data"), identity_of(batches))
+    if meta.get("seed", config.seed) != config.seed:
         logger.warning("The run goes on with the random key of seed %d, not %d.", meta["seed"], config.seed)
     return state, meta

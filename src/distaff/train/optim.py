@@ -1,5 +1,6 @@
 """Optimizers and learning rate schedules by the names of the old scripts' flags."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,6 @@ def make_optimizer(
 
     `decay_mask` has the structure of the parameters, True where weight decay applies; None decays all of them.
     """
-    _check(config)
     schedule = make_schedule(config, total_steps=total_steps)
     if config.adafactor:
         # A rate of decay that follows the schedule: optax adds it after the step size, so it is not scaled there.
@@ -69,9 +69,8 @@ def make_schedule(config: OptimizerConfig, *, total_steps: int) -> Schedule:
 
     Raises UsageError for an unknown name and for a warm-up that is longer than the training.
     """
+    check_optimizer(config)
     name, warmup, peak = config.lr_scheduler_type, config.warmup_steps, config.learning_rate
-    if name not in SCHEDULES:
-        raise UsageError(f"lr_scheduler_type '{name}' is not known: choose one of {', '.join(SCHEDULES)}.")
     if total_steps < 1:
         raise UsageError(f"Training needs at least one step, not {total_steps}.")
     if not 0 <= warmup <= total_steps:
@@ -97,14 +96,18 @@ def make_schedule(config: OptimizerConfig, *, total_steps: int) -> Schedule:
     return schedule
 
 
-def _check(config: OptimizerConfig) -> None:
+def check_optimizer(config: OptimizerConfig) -> None:
     """Raise UsageError for the first value that no optimizer can work with."""
+    if config.lr_scheduler_type not in SCHEDULES:
+        raise UsageError(
+            f"lr_scheduler_type '{config.lr_scheduler_type}' is not known: choose one of {', '.join(SCHEDULES)}."
+        )
     limits = {
-        "learning_rate": (config.learning_rate >= 0, "zero or more"),
-        "weight_decay": (config.weight_decay >= 0, "zero or more"),
+        "learning_rate": (0 <= config.learning_rate < math.inf, "zero or more, and finite"),
+        "weight_decay": (0 <= config.weight_decay < math.inf, "zero or more, and finite"),
         "adam_beta1": (0 <= config.adam_beta1 < 1, "at least 0 and below 1"),
         "adam_beta2": (0 <= config.adam_beta2 < 1, "at least 0 and below 1"),
-        "adam_epsilon": (config.adam_epsilon > 0, "above zero"),
+        "adam_epsilon": (0 < config.adam_epsilon < math.inf, "above zero, and finite"),
         "max_grad_norm": (config.max_grad_norm is None or config.max_grad_norm > 0, "above zero, or None"),
     }
     for name, (holds, expected) in limits.items():

@@ -28,6 +28,14 @@ class Positioned(Protocol):
         """Go to where `state_dict` was taken."""
 
 
+@runtime_checkable
+class Identified(Protocol):
+    """A source of batches that can say what they are a function of besides the step."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return, JSON-able, each setting that decides what the batches hold."""
+
+
 @dataclass(frozen=True)
 class Drawn:
     """One batch on its way to the step.
@@ -60,6 +68,7 @@ class Prefetch:
     the thread is raised where its batch would have come. Use it in a `with` block.
 
     place: host batch -> device batch. measure: host batch -> anything, for the log.
+    error: what the source raised, once that reached the loop.
     waiting: called ten times a second while no batch is ready; True ends the iteration.
     """
 
@@ -77,6 +86,7 @@ class Prefetch:
         self._batches, self._place, self._measure, self._waiting = batches, place, measure, waiting
         self._steps = range(start, stop)
         # The thread holds one more batch than the queue while it waits for room.
+        self.error: BaseException | None = None
         self._ready: queue.Queue[Drawn | BaseException | None] = queue.Queue(maxsize=max(depth - 1, 1))
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="distaff-prefetch", daemon=True)
@@ -103,6 +113,7 @@ class Prefetch:
             if item is None:
                 return
             if isinstance(item, BaseException):
+                self.error = item
                 raise item
             yield item
 

@@ -15,7 +15,7 @@ from distaff.core.errors import CheckpointError, UsageError, listed
 from distaff.core.mesh import replicated
 from distaff.train.checkpoint import complete_steps
 from distaff.train.metrics import NO_STEP, StepMetrics
-from distaff.train.prefetch import Batches, Positioned
+from distaff.train.prefetch import Batches, Identified, Positioned
 
 logger = logging.getLogger("distaff.train")
 
@@ -125,6 +125,26 @@ def restore_position(batches: Batches, saved: list[Any] | None) -> None:
             f"{jax.process_count()}."
         )
     batches.load_state_dict(saved[jax.process_index()])
+
+
+def identity_of(batches: Batches) -> dict[str, Any] | None:
+    """Return what the batches are a function of, None for a source that does not say it."""
+    return batches.identity() if isinstance(batches, Identified) else None
+
+
+def warn_of_other_data(saved: dict[str, Any] | None, now: dict[str, Any] | None) -> None:
+    """Say in what the data differs from that of the run that is gone on with, where both are known."""
+    if saved is None or now is None:
+        return
+    now = json.loads(json.dumps(now))
+    changed = [
+        f"{name} was {saved[name]} and is {now[name]}" for name in now if name in saved and saved[name] != now[name]
+    ]
+    if changed:
+        logger.warning(
+            "The run goes on with other data than it was begun with, so rows may come twice or never: %s.",
+            "; ".join(changed),
+        )
 
 
 def _wait_for_all(name: str) -> None:

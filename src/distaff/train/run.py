@@ -14,7 +14,7 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from distaff.core.errors import DistaffError
+from distaff.core.errors import DataError, DistaffError
 from distaff.core.tree import Tree
 from distaff.train.checkpoint import Checkpoints
 from distaff.train.config import LoopConfig
@@ -52,6 +52,7 @@ class Run:
 
     state, step: after the latest dispatched step. window: sums since the last log; None right after one.
     position: of the batches after the latest step. saved_step: what the newest checkpoint holds.
+    identity: what the batches are a function of besides the step, if they say it.
     in_flight: metrics of the steps the devices may still work on. watch: seconds of training since the last log.
     steps, rows, tokens: trained since then, in this process's life.
     """
@@ -67,6 +68,7 @@ class Run:
     step: int
     window: StepMetrics | None
     position: dict[str, Any] | None
+    identity: dict[str, Any] | None
     terminal: Terminal | None = None
     sinks: list[Sink] = field(default_factory=list)
     metrics: Values = field(default_factory=dict)
@@ -91,19 +93,26 @@ class Run:
             waiting=lambda: bool(self.stop) and jax.process_count() == 1,
         )
         with prefetch:
-            for drawn in prefetch:
-                self._advance(drawn)
-                if self.step == first + 1:
-                    # The first call traced and compiled; that is not the time of a step.
-                    seconds = self.watch.restart()
-                    self._say(f"first step ready after {seconds:.1f} s")
-                self._attend()
-                if self._stopping():
-                    break
-        if self.checkpoints is not None:
-            if self.saved_step != self.step and self.step > first:
-                self._save()
-            self.checkpoints.wait()
+            try:
+                for drawn in prefetch:
+                    self._advance(drawn)
+                    if self.step == first + 1:
+                        # The first call traced and compiled; that is not the time of a step.
+                        seconds = self.watch.restart()
+                        self._say(f"first step ready after {seconds:.1f} s")
+                    self._attend()
+                    if self._stopping():
+                        break
+            except Exception as error:
+                # Processes save together, and the others know nothing of this one's data.
+                if (error is prefetch.error or isinstance(error, DataError)) and jax.process_count() == 1:
+                    self._save_last(first)
+                    if self.saved_step is not None:
+                        logger.warning(
+                            "The data failed. Step %d is saved: put the data right, then resume.", self.saved_step
+                        )
+                raise
+        self._save_last(first)
         counts = ", ".join(f"{name} {count}" for name, count in self.compilations.items())
         self._say(f"{'stopped' if self.stop else 'done'} at step {self.step}; compilations: {counts}")
 
@@ -113,6 +122,13 @@ class Run:
             sink.close()
         if self.terminal is not None:
             self.terminal.close()
+
+    def _save_last(self, first: int) -> None:
+        """Save the latest step of a run that began after step `first`, and wait until it is on disk."""
+        if self.checkpoints is not None:
+            if self.saved_step != self.step and self.step > first:
+                self._save()
+            self.checkpoints.wait()
 
     def _advance(self, drawn: Drawn) -> None:
         """Dispatch one step."""
@@ -160,7 +176,7 @@ class Run:
         if self.compilations["train_step"] > self.compilations_told:
             self.compilations_told = self.compilations["train_step"]
             logger.warning(
-                "The train step was compiled %d times: the shapes of the batches change; pad them to few lengths.",
+                "The train step was compiled %d times: each shape of the batches costs a compilation.",
                 self.compilations_told,
             )
 
@@ -175,6 +191,8 @@ class Run:
                 steps=self.config.eval_steps,
                 mesh=self.mesh,
             )
+            if not values:
+                logger.warning("The evaluation at step %d has nothing to score: all its weights are zero.", self.step)
             values = self._values(values)
             if self.hooks.score is not None:
                 values |= self.hooks.score(self.state.params)
@@ -195,6 +213,7 @@ class Run:
                 "accumulation": self.config.accumulation,
                 "positions": positions_to_json(self.position),
                 "window": window_to_json(window),
+                "data": self.identity,
                 "mesh": dict(self.mesh.shape),
                 "versions": {module.__name__: module.__version__ for module in (jax, optax, np)},
             }
