@@ -42,6 +42,19 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("eval", "bart-dlm"): Command("distaff.tasks.bart_dlm", "evaluate_only", "BartDlmFlags", "Evaluate denoising."),
     ("train", "electra"): Command("distaff.tasks.electra", "train", "ElectraFlags", "ELECTRA, both its models."),
     ("eval", "electra"): Command("distaff.tasks.electra", "evaluate_only", "ElectraFlags", "Evaluate both models."),
+    ("train", "summarization"): Command(
+        "distaff.tasks.summarization", "train", "SummarizationFlags", "Summaries of texts."
+    ),
+    ("eval", "summarization"): Command(
+        "distaff.tasks.summarization",
+        "evaluate_only",
+        "SummarizationFlags",
+        "Evaluate a model of summaries.",
+    ),
+    ("train", "translation"): Command("distaff.tasks.translation", "train", "TranslationFlags", "Translation."),
+    ("eval", "translation"): Command(
+        "distaff.tasks.translation", "evaluate_only", "TranslationFlags", "Evaluate a model of translation."
+    ),
     ("predict", "fill-mask"): Command(
         "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
     ),

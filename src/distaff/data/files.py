@@ -1,18 +1,25 @@
-"""Texts out of .txt, .jsonl, .json, .csv and .parquet files, one at a time, with the line of whatever is wrong."""
+"""Texts out of .txt, .jsonl, .json, .csv and .parquet files, one at a time, with the line of whatever is wrong.
+
+The readers give the values of some columns; which ones, a `Select` decides, so that pairs of texts (`data/pairs.py`)
+are read by the same code.
+"""
 
 import csv
 import glob
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distaff.core.errors import DataError, UsageError, listed
 
-# A row's place in the file, and what stands in its text column.
-Row = tuple[int, Any]
+# A row's place in the file, and what stands in the chosen columns; None for a line with nothing on it.
+Row = tuple[int, tuple[Any, ...] | None]
+# Returns the columns to read, seen on a record of the file and its place: the first record, or a header whose values
+# are empty ones of the columns' types.
+Select = Callable[[Mapping[str, Any], str], Sequence[str]]
 
 
 @dataclass
@@ -71,8 +78,13 @@ def read_texts(path: Path, *, column: str | None = None, count: ReadCount | None
     is the column `column`, or "text", or else the first column of strings; null counts as blank.
     """
     count = ReadCount() if count is None else count
+
+    def select(record: Mapping[str, Any], place: str) -> Sequence[str]:
+        return (_choose(path, record, column),)
+
     try:
-        for row, value in READERS[path.suffix.lower()](path, column):
+        for row, values in READERS[path.suffix.lower()](path, select):
+            value = None if values is None else values[0]
             if value is None or (isinstance(value, str) and not value.strip()):
                 count.blank += 1
             elif isinstance(value, str):
@@ -80,8 +92,8 @@ def read_texts(path: Path, *, column: str | None = None, count: ReadCount | None
                 yield value
             else:
                 raise DataError(
-                    f"{path}, {_place(path)} {row}: the text is of type {type(value).__name__} ({str(value)[:40]!r}), "
-                    "not a string; correct the row or choose another --text_column."
+                    f"{path}, {place_word(path)} {row}: the text is of type {type(value).__name__} "
+                    f"({str(value)[:40]!r}), not a string; correct the row or choose another --text_column."
                 )
     except OSError as error:
         raise DataError(f"'{path}' cannot be read: {error.strerror or error}.") from error
@@ -89,7 +101,8 @@ def read_texts(path: Path, *, column: str | None = None, count: ReadCount | None
         raise DataError(f"'{path}' has no text: {count.blank} blank rows and nothing else.")
 
 
-def _place(path: Path) -> str:
+def place_word(path: Path) -> str:
+    """Return what the readers count in `path`."""
     return "row" if path.suffix.lower() in (".parquet", ".json") else "line"
 
 
@@ -109,30 +122,29 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-def _read_txt(path: Path, column: str | None) -> Iterator[Row]:
-    if column not in (None, "text"):
-        raise UsageError(f"'{path}' is plain text and has no column '{column}': leave --text_column out.")
+def _read_txt(path: Path, select: Select) -> Iterator[Row]:
+    select({"text": ""}, "line 1")
     number = 0
     for _, line in _lines(path):
         if "\r" not in line:
             number += 1
-            yield number, line.removesuffix("\n")
+            yield number, (line.removesuffix("\n"),)
             continue
         # io.StringIO translates "\r\n" and "\r" as open() does.
         for part in io.StringIO(line, newline=None):
             number += 1
-            yield number, part.removesuffix("\n")
+            yield number, (part.removesuffix("\n"),)
 
 
-def _read_jsonl(path: Path, column: str | None) -> Iterator[Row]:
-    chosen: str | None = None
+def _read_jsonl(path: Path, select: Select) -> Iterator[Row]:
+    chosen: Sequence[str] = ()
     for number, line in _lines(path):
         if not line.strip():
             yield number, None
             continue
         record = _parse(line.rstrip(), path, first_line=number)
-        chosen = chosen or _choose(path, record, column, f"line {number}")
-        yield number, _value(path, record, chosen, f"line {number}")
+        chosen = chosen or select(_object(path, record, f"line {number}"), f"line {number}")
+        yield number, _values(path, record, chosen, f"line {number}")
 
 
 def _parse(text: str, path: Path, *, first_line: int) -> Any:
@@ -146,7 +158,7 @@ def _parse(text: str, path: Path, *, first_line: int) -> Any:
         raise DataError(f"{path}, line {first_line}: JSON that cannot be read ({error}).") from error
 
 
-def _read_json(path: Path, column: str | None) -> Iterator[Row]:
+def _read_json(path: Path, select: Select) -> Iterator[Row]:
     """Read a list of objects, {"data": [objects]}, or objects line by line (told by the first line)."""
     first = next((line for _, line in _lines(path) if line.strip()), "null")
     try:
@@ -154,7 +166,7 @@ def _read_json(path: Path, column: str | None) -> Iterator[Row]:
     except (ValueError, RecursionError):
         record = None  # the first line is a part of something longer
     if isinstance(record, dict) and not isinstance(record.get("data"), list):
-        yield from _read_jsonl(path, column)
+        yield from _read_jsonl(path, select)
         return
     records = _parse("".join(line for _, line in _lines(path)), path, first_line=1)
     if isinstance(records, dict):
@@ -163,31 +175,31 @@ def _read_json(path: Path, column: str | None) -> Iterator[Row]:
         raise DataError(
             f"'{path}' holds a {type(records).__name__}: a list of objects is needed, or one object a line."
         )
-    chosen: str | None = None
+    chosen: Sequence[str] = ()
     for number, record in enumerate(records, start=1):
-        chosen = chosen or _choose(path, record, column, f"row {number}")
-        yield number, _value(path, record, chosen, f"row {number}")
+        chosen = chosen or select(_object(path, record, f"row {number}"), f"row {number}")
+        yield number, _values(path, record, chosen, f"row {number}")
 
 
-def _read_csv(path: Path, column: str | None) -> Iterator[Row]:
+def _read_csv(path: Path, select: Select) -> Iterator[Row]:
     # The limit of the csv module, 128 kB a field, is one for the whole process; long texts need more.
     csv.field_size_limit(max(csv.field_size_limit(), 1 << 30))
     reader = csv.reader((line for _, line in _lines(path)), strict=True)
     try:
         header = next(reader, [])
-        index = header.index(_choose(path, dict.fromkeys(header, ""), column, "line 1"))
+        places = [header.index(name) for name in select(dict.fromkeys(header, ""), "line 1")]
         for fields in reader:
             if fields and len(fields) != len(header):
                 raise DataError(
                     f"{path}, line {reader.line_num}: {len(fields)} fields where the header has {len(header)}; "
                     "put texts that hold commas in quotes."
                 )
-            yield reader.line_num, fields[index] if fields else None
+            yield reader.line_num, tuple(fields[place] for place in places) if fields else None
     except csv.Error as error:
         raise DataError(f"{path}, line {reader.line_num}: not valid CSV ({error}).") from error
 
 
-def _read_parquet(path: Path, column: str | None) -> Iterator[Row]:
+def _read_parquet(path: Path, select: Select) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -198,14 +210,17 @@ def _read_parquet(path: Path, column: str | None) -> Iterator[Row]:
     with file:
         schema = file.schema_arrow
         record = {field.name: "" if _holds_strings(field.type) else 0 for field in schema}
-        chosen = _choose(path, record, column, "the schema")
-        if record[chosen] == 0:
-            raise DataError(f"'{path}': column '{chosen}' is of type {schema.field(chosen).type}, not string.")
+        record |= {field.name: {} for field in schema if pa.types.is_struct(field.type)}
+        chosen = select(record, "the schema")
+        for name in chosen:
+            if record[name] == 0:
+                raise DataError(f"'{path}': column '{name}' is of type {schema.field(name).type}, not string.")
         row = 0
-        for batch in file.iter_batches(batch_size=1000, columns=[chosen]):
-            for value in batch.column(0).to_pylist():
+        for batch in file.iter_batches(batch_size=1000, columns=list(chosen)):
+            columns = [batch.column(name).to_pylist() for name in chosen]
+            for values in zip(*columns):
                 row += 1
-                yield row, value
+                yield row, values
 
 
 def _holds_strings(kind: Any) -> bool:
@@ -216,11 +231,11 @@ def _holds_strings(kind: Any) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
-def _choose(path: Path, record: Any, column: str | None, place: str) -> str:
+def _choose(path: Path, record: Mapping[str, Any], column: str | None) -> str:
     """Return the name of the text column, seen on one record."""
-    if not isinstance(record, dict):
-        raise DataError(f"{path}, {place}: a {type(record).__name__} where an object with a text column is needed.")
     if column is not None:
+        if path.suffix.lower() == ".txt" and column != "text":
+            raise UsageError(f"'{path}' is plain text and has no column '{column}': leave --text_column out.")
         if column not in record:
             raise DataError(f"'{path}' has no column '{column}': it has {listed(record) or 'none'}.")
         return column
@@ -232,15 +247,21 @@ def _choose(path: Path, record: Any, column: str | None, place: str) -> str:
     return names[0]
 
 
-def _value(path: Path, record: Any, column: str, place: str) -> Any:
+def _object(path: Path, record: Any, place: str) -> Mapping[str, Any]:
     if not isinstance(record, dict):
-        raise DataError(f"{path}, {place}: a {type(record).__name__} where an object is needed.")
-    if column not in record:
-        raise DataError(f"{path}, {place}: no column '{column}', only {listed(record) or 'an empty object'}.")
-    return record[column]
+        raise DataError(f"{path}, {place}: a {type(record).__name__} where an object with columns of text is needed.")
+    return record
 
 
-READERS: dict[str, Callable[[Path, str | None], Iterator[Row]]] = {
+def _values(path: Path, record: Any, columns: Sequence[str], place: str) -> tuple[Any, ...]:
+    record = _object(path, record, place)
+    for column in columns:
+        if column not in record:
+            raise DataError(f"{path}, {place}: no column '{column}', only {listed(record) or 'an empty object'}.")
+    return tuple(record[column] for column in columns)
+
+
+READERS: dict[str, Callable[[Path, Select], Iterator[Row]]] = {
     ".txt": _read_txt,
     ".jsonl": _read_jsonl,
     ".json": _read_json,

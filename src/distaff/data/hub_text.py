@@ -24,12 +24,9 @@ def load_hub_texts(
     token: str | bool | None = None,
 ) -> Any:
     """Return the split's texts as a dataset with the one column "text", without blank texts and nulls."""
-    folder = Path(name)
-    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
-        dataset = _load_folder(folder, split)
-        dataset = dataset.to_iterable_dataset() if streaming else dataset
-    else:
-        dataset = _load(name, config_name, split, cache_dir, streaming, token)
+    dataset = load_split(
+        name, config_name=config_name, split=split, cache_dir=cache_dir, streaming=streaming, token=token
+    )
     features = dataset.features or dataset._resolve_features().features
     strings = [key for key, kind in features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
     column = text_column or ("text" if "text" in features else next(iter(strings), None))
@@ -43,6 +40,23 @@ def load_hub_texts(
     if not streaming and len(kept) == 0:
         raise DataError(f"The split '{split}' of '{name}' has no text: {len(dataset)} blank rows and nothing else.")
     return kept
+
+
+def load_split(
+    name: str,
+    *,
+    config_name: str | None = None,
+    split: str = "train",
+    cache_dir: str | os.PathLike | None = None,
+    streaming: bool = False,
+    token: str | bool | None = None,
+) -> Any:
+    """Return a split with all its columns, from the Hub or from a folder that `save_to_disk` wrote."""
+    folder = Path(name)
+    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+        dataset = _load_folder(folder, split)
+        return dataset.to_iterable_dataset() if streaming else dataset
+    return _load(name, config_name, split, cache_dir, streaming, token)
 
 
 def split_names(name: str, *, config_name: str | None = None, token: str | bool | None = None) -> list[str]:

@@ -5,7 +5,6 @@ import itertools
 import json
 import logging
 import os
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from distaff.core.errors import DataError, UsageError
+from distaff.data.arrow import replacing, strings, write_table
 from distaff.data.columns import flat_values
 from distaff.data.encode import encode_texts, tokenizer_identity
 from distaff.data.files import ReadCount, expand_files, read_texts
@@ -106,9 +106,9 @@ def _cached_files(paths: list[Path], column: str | None, cache_dir: str | os.Pat
         texts = itertools.chain.from_iterable(
             read_texts(path, column=column, count=count) for path, count in zip(paths, counts)
         )
-        _write_table(target, pa.schema({"text": pa.string()}), _text_batches(texts))
+        write_table(target, pa.schema({"text": pa.string()}), _text_batches(texts))
         # Written last: the cache is complete once it is there.
-        with _replacing(counts_file) as partial:
+        with replacing(counts_file) as partial:
             partial.write_text(json.dumps([asdict(count) for count in counts]))
     for path, count in zip(paths, json.loads(counts_file.read_text())):
         _report(path, ReadCount(**count))
@@ -123,48 +123,10 @@ def _text_batches(texts: Iterable[str]) -> Iterator[pa.RecordBatch]:
         held.append(text)
         size += len(text)
         if len(held) == _BATCH_ROWS or size >= _BATCH_BYTES:
-            yield pa.record_batch({"text": _strings(held)})
+            yield pa.record_batch({"text": strings(held)})
             held, size = [], 0
     if held:
-        yield pa.record_batch({"text": _strings(held)})
-
-
-def _strings(texts: list[str]) -> pa.Array:
-    try:
-        return pa.array(texts, pa.string())
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"A text holds half of a surrogate pair ({str(error.object)[:40]!r}), which is no character: "
-            "write characters beyond \\uffff as pairs, or as themselves."
-        ) from error
-
-
-@contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """Give a name to write to that becomes `target` when all went well, so that nothing half-written is ever found."""
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial.touch()
-    except OSError as error:
-        raise DataError(
-            f"The cache '{target.parent}' cannot be written ({error.strerror}): set HF_HOME to a folder that can."
-        ) from error
-    try:
-        yield partial
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _write_table(target: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
-    with (
-        _replacing(target) as partial,
-        pa.OSFile(str(partial), "wb") as sink,
-        pa.ipc.new_stream(sink, schema) as writer,
-    ):
-        for batch in batches:
-            writer.write_batch(batch)
+        yield pa.record_batch({"text": strings(held)})
 
 
 def split_validation(dataset: datasets.Dataset, *, percentage: int) -> tuple[datasets.Dataset, datasets.Dataset]:
@@ -238,11 +200,13 @@ def tokenize_blocks(
     folder = Path(rows.cache_files[0]["filename"]).parent
     target = folder / f"blocks-{datasets.fingerprint.Hasher.hash((_FORMAT, rows._fingerprint, block))}.arrow"
     if overwrite_cache or not target.exists():
-        _write_table(target, schema, batches)
+        write_table(target, schema, batches)
     return datasets.Dataset.from_file(str(target))
 
 
-_TYPES = {"input_ids": pa.int32(), "word_start": pa.int8(), "cut": pa.bool_()}
+_TYPES = {"input_ids": pa.int32(), "word_start": pa.int8()}
+_FEATURES = {name: datasets.List(datasets.Value(str(kind))) for name, kind in _TYPES.items()}
+_FEATURES["cut"] = datasets.Value("bool")
 
 
 def _check_length(tokenizer: Any, length: int) -> None:
@@ -265,26 +229,49 @@ def _tokenize(
         raise DataError("There are no texts: there is nothing to tokenise.")
     if whole_word and not tokenizer.is_fast:
         raise UsageError(f"Whole-word masking needs to know words, which {type(tokenizer).__name__} does not tell.")
+    columns = ["input_ids", *(["word_start"] if whole_word else []), *(["cut"] if max_length else [])]
+    return map_texts(
+        dataset,
+        encode_texts,
+        inputs=["text"],
+        arguments={"tokenizer": tokenizer, "max_length": max_length, "whole_word": whole_word},
+        features={name: _FEATURES[name] for name in columns},
+        depends=(tokenizer_identity(tokenizer), max_length, whole_word),
+        num_proc=num_proc,
+        overwrite_cache=overwrite_cache,
+    )
+
+
+def map_texts(
+    dataset: datasets.Dataset,
+    function: Any,
+    *,
+    inputs: list[str],
+    arguments: dict[str, Any],
+    features: dict[str, Any],
+    depends: Any,
+    num_proc: int | None,
+    overwrite_cache: bool,
+) -> datasets.Dataset:
+    """Return the columns `features` that `function(*columns, **arguments)` makes of lists of the texts in `inputs`.
+
+    They are cached by the dataset and by `depends`: everything else that the result depends on.
+    """
     # Long texts go in smaller batches, so that memory does not grow with their length.
     size = max(1, dataset.data.nbytes // max(1, len(dataset.data)))
-    columns = ["input_ids", *(["word_start"] if whole_word else []), *(["cut"] if max_length else [])]
-    features = {name: datasets.List(datasets.Value(str(_TYPES[name]))) for name in columns if name != "cut"}
     workers = min(num_proc or 1, len(dataset))
-    arguments = {"tokenizer": tokenizer, "max_length": max_length, "whole_word": whole_word}
     with _spawned_workers():
         return dataset.map(
-            encode_texts,
+            function,
             fn_kwargs=arguments,
             batched=True,
             batch_size=int(min(_BATCH_ROWS, max(1, _BATCH_BYTES // size))),
-            input_columns=["text"],
+            input_columns=inputs,
             remove_columns=dataset.column_names,
-            features=datasets.Features({**features, **({"cut": datasets.Value("bool")} if max_length else {})}),
+            features=datasets.Features(features),
             num_proc=workers if workers > 1 else None,
             load_from_cache_file=not overwrite_cache,
-            new_fingerprint=datasets.fingerprint.Hasher.hash(
-                (_FORMAT, dataset._fingerprint, tokenizer_identity(tokenizer), max_length, whole_word)
-            ),
+            new_fingerprint=datasets.fingerprint.Hasher.hash((_FORMAT, dataset._fingerprint, depends)),
             desc="Tokenising",
         )
 

@@ -74,6 +74,7 @@ def fit(
     eval_batches: Batches | None = None,
     tokens_per_batch: TokenCount | None = None,
     derived: Callable[[Values], Values] | None = None,
+    score: Callable[[Tree], Values] | None = None,
     on_log: Callable[[int, Values], None] | None = None,
     on_start: Callable[[], None] | None = None,
 ) -> FitResult:
@@ -83,7 +84,8 @@ def fit(
     batches: `step -> {name: array}`, this process's `accumulation * rows` of a step's batch (see `prefetch`).
     schedule: the learning rate by steps done, for the log. eval_batches: `index -> batch` for `config.eval_steps`.
     tokens_per_batch: of this process; a number, the batch key whose sum it is, or a function of the host batch.
-    derived: more values from a log's values ("loss" -> "perplexity"). on_log: called with each log and evaluation.
+    derived: more values from a log's values ("loss" -> "perplexity"). score: more values of an evaluation, from the
+    parameters (texts that are generated and compared). on_log: called with each log and evaluation.
     on_start: called once, when nothing can be refused any more.
 
     Raises UsageError for settings that cannot be, CheckpointError, and DistaffError for a loss that is not finite.
@@ -103,6 +105,7 @@ def fit(
         eval_batches=eval_batches,
         tokens_per_batch=tokens_per_batch,
         derived=derived,
+        score=score,
         on_log=on_log,
     )
     train_step = make_train_step(

@@ -42,6 +42,7 @@ class Hooks:
     eval_batches: Batches | None
     tokens_per_batch: TokenCount | None
     derived: Callable[[Values], Values] | None
+    score: Callable[[Tree], Values] | None
     on_log: Callable[[int, Values], None] | None
 
 
@@ -192,7 +193,10 @@ class Run:
             )
             if not values:
                 logger.warning("The evaluation at step %d has nothing to score: all its weights are zero.", self.step)
-            self._write({f"eval_{name}": value for name, value in self._values(values).items()})
+            values = self._values(values)
+            if self.hooks.score is not None:
+                values |= self.hooks.score(self.state.params)
+            self._write({f"eval_{name}": value for name, value in values.items()})
 
     def _save(self) -> None:
         """Save, unless a parameter is not finite: such a checkpoint would only hide the newest good one."""

@@ -1,0 +1,223 @@
+"""What summarization and translation share: the loss, and the run from flags to a folder.
+
+Empty texts: rows without source and target are left out and counted; a row that lacks one of them is refused with its
+file and line, or with `--skip_blank_pairs` left out and counted too. In `--test_file` every row stays, so that line n
+of `generated_predictions.txt` belongs to row n, and an empty text that is compared scores 0.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from distaff.core.errors import UsageError
+from distaff.core.mesh import make_mesh
+from distaff.core.tree import Tree
+from distaff.data.batches import Batches
+from distaff.nn.vocabulary import cross_entropy_sum, score_sums
+from distaff.tasks import _folder
+from distaff.tasks import _recipe as recipe
+from distaff.tasks._flags import check_epsilon
+from distaff.tasks._pairs import (
+    Seq2SeqFlags,
+    Side,
+    Task,
+    generate_texts,
+    make_batches,
+    prepare_model,
+    read_pairs,
+    read_test,
+    write_lines,
+)
+from distaff.train import evaluate, fit, make_optimizer
+
+logger = logging.getLogger("distaff")
+
+
+# Loss.
+
+
+def seq2seq_loss(
+    module,
+    decoder_inputs: Callable[[jax.Array], jax.Array],
+    params: Tree,
+    batch: dict[str, jax.Array],
+    rng: jax.Array | None,
+    *,
+    label_smoothing: float = 0.0,
+) -> dict[str, tuple[Any, Any]]:
+    """Sum the cross-entropy of `labels` over `label_weights`, both `[batch, target length]`.
+
+    The decoder reads the labels shifted to the right. With `label_smoothing` s, in training alone, a token costs
+    -(1 - s) log p(label) - s mean(log p(any token)); the old script's smoothing is this less a constant, up to the part
+    of the label itself in the mean. `[batch, target length, vocab]` never exists as a whole.
+    """
+    outputs = module.apply(
+        {"params": params},
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        decoder_input_ids=decoder_inputs(batch["labels"]),
+        deterministic=rng is None,
+        lazy_logits=True,
+        rngs=None if rng is None else {"dropout": rng},
+    )
+    labels, weights = batch["labels"], batch["label_weights"]
+    if rng is not None:
+        loss = cross_entropy_sum(outputs.logits, labels, weights, label_smoothing=label_smoothing)
+        return {"loss": (loss, jnp.sum(weights))}
+    loss, hits = score_sums(outputs.logits, labels, weights)
+    return {"loss": (loss, jnp.sum(weights)), "accuracy": (hits, jnp.sum(weights))}
+
+
+# Wiring.
+
+
+def train(flags: Seq2SeqFlags, task: Task) -> int:
+    """Train and evaluate, write the folder, predict where asked, and return the exit code."""
+    if not flags.do_train:
+        return evaluate_only(flags, task)
+    flags.check()
+    flags.check_training()
+    check_epsilon(flags, flags)
+    folder = _folder.check_folder(flags)
+    side = prepare_model(flags, task)
+    model, mesh = side.model, make_mesh()
+    rows = recipe.rows_a_step(flags, mesh)
+    pairs, eval_pairs = read_pairs(flags, task)
+    batches = make_batches(flags, side, pairs, rows[0], train=True)
+    eval_batches = None if eval_pairs is None else make_batches(flags, side, eval_pairs, rows[1], train=False)
+    # Read before the training, so that what is wrong with them is not said after it.
+    test_pairs = read_test(flags, task)
+    test_batches = None if test_pairs is None else make_batches(flags, side, test_pairs, rows[1], train=False)
+    epoch = batches.steps_per_epoch
+    steps = flags.max_steps if flags.max_steps > 0 else max(1, math.ceil(flags.num_train_epochs * epoch))
+    plan = recipe.Plan(*rows, steps)
+    plan.log(flags, mesh)
+    recipe.log_start(flags, flags)
+    tx, schedule = make_optimizer(flags.optimizer(), total_steps=plan.total_steps, decay_mask=model.decay_mask())
+    score = None
+    if flags.predict_with_generate and eval_batches is not None:
+        score = scorer(task, side, eval_batches, eval_pairs["target"][:])
+    eval_steps = eval_batches.steps_per_epoch if eval_batches else 0
+    result = fit(
+        loss_function(flags, model),
+        params=model.params,
+        tx=tx,
+        schedule=schedule,
+        batches=batches,
+        eval_batches=eval_batches,
+        config=flags.loop(total_steps=plan.total_steps, steps_per_epoch=epoch, eval_batches=eval_steps),
+        mesh=mesh,
+        tokens_per_batch=lambda batch: int(batch["attention_mask"].sum() + batch["label_weights"].sum()),
+        score=score,
+        on_start=partial(_folder.begin, folder, flags, task.name),
+    )
+    if result.interrupted:
+        logger.warning("Stopped at step %d; go on with --resume_from_checkpoint.", result.step)
+        return 128 + result.interrupted
+    metrics = result.metrics
+    if not metrics:
+        # Resumed at its last step: nothing was trained, and what was measured then stands in the log.
+        logger.info("All %d steps were done before; the model is written again.", result.step)
+        metrics = _folder.logged_at(folder, result.step)
+    params, predicted = result.state.params, {}
+    if test_batches is not None:
+        predicted = predict(flags, task, side, params, test_batches, test_pairs["target"][:], mesh, folder)
+    if jax.process_index() == 0:
+        recipe.finish(
+            folder,
+            flags,
+            model=model,
+            params=params,
+            tokenizer=side.tokenizer,
+            task=task.pipeline,
+            metrics=metrics,
+            step=result.step,
+        )
+        _folder.write_results(folder, {"predict": predicted}, add=True)
+    return 0
+
+
+def evaluate_only(flags: Seq2SeqFlags, task: Task) -> int:
+    """Evaluate a checkpoint, predict where asked, print the metrics and, with --output_dir, write them."""
+    flags.check()
+    flags.do_train = False
+    if flags.model_name_or_path is None:
+        raise UsageError("There is nothing to evaluate: give --model_name_or_path.")
+    if flags.do_predict and not flags.output_dir:
+        raise UsageError("Predictions go into a folder: name it with --output_dir.")
+    # With --do_predict and data for it alone there is nothing else to evaluate on.
+    flags.do_eval = flags.do_eval and bool(
+        flags.validation_file or flags.train_file or flags.dataset_name or not flags.do_predict
+    )
+    if not (flags.do_eval or flags.do_predict):
+        raise UsageError("Without training and evaluation nothing is left to do: leave --do_eval False out.")
+    folder = _folder.output_folder(flags.output_dir) if flags.output_dir is not None else None
+    side, mesh = prepare_model(flags, task), make_mesh()
+    named: dict[str, float] = {}
+    rows = recipe.rows_a_step(flags, mesh)[1]
+    if flags.do_eval:
+        _, pairs = read_pairs(flags, task)
+        batches = make_batches(flags, side, pairs, rows, train=False)
+        score = scorer(task, side, batches, pairs["target"][:]) if flags.predict_with_generate else None
+        values = measure(flags, side, side.model.params, batches, mesh) | (score(side.model.params) if score else {})
+        named = {f"eval_{name}": value for name, value in values.items()}
+        if folder is not None:
+            _folder.write_results(folder, {"eval": named}, add=True)
+    if flags.do_predict and folder is not None:
+        pairs = read_test(flags, task)
+        batches = make_batches(flags, side, pairs, rows, train=False)
+        predicted = predict(flags, task, side, side.model.params, batches, pairs["target"][:], mesh, folder)
+        _folder.write_results(folder, {"predict": predicted}, add=True)
+        named |= predicted
+    for name, value in named.items():
+        print(f"{name} = {value:.6g}")
+    return 0
+
+
+def loss_function(flags: Seq2SeqFlags, model):
+    """Return `(params, batch, rng) -> sums` of the model."""
+    inputs = model.prepare_decoder_input_ids_from_labels
+    return partial(seq2seq_loss, model.module, inputs, label_smoothing=flags.label_smoothing_factor)
+
+
+def measure(flags: Seq2SeqFlags, side: Side, params: Tree, batches: Batches, mesh: Mesh) -> dict[str, float]:
+    """Return loss and accuracy."""
+    loss_fn = loss_function(flags, side.model)
+    return evaluate(loss_fn, params=params, batches=batches, steps=batches.steps_per_epoch, mesh=mesh)
+
+
+def predict(
+    flags: Seq2SeqFlags,
+    task: Task,
+    side: Side,
+    params: Tree,
+    batches: Batches,
+    targets: list[str | None],
+    mesh: Mesh,
+    folder: Path,
+) -> dict[str, float]:
+    """Write `generated_predictions.txt`, and return how it compares with the targets, if there are any."""
+    texts = generate_texts(side, params, batches)
+    write_lines(folder / "generated_predictions.txt", texts)
+    values: dict[str, float] = {"samples": len(texts)}
+    wanted = [target.strip() for target in targets if target is not None]
+    if len(wanted) == len(texts):
+        values |= measure(flags, side, params, batches, mesh) | task.scores(texts, wanted)
+    return {f"predict_{name}": value for name, value in values.items()}
+
+
+def scorer(task: Task, side: Side, batches: Batches, targets: list[str]):
+    """Return the function from parameters to the scores of what they write for `batches`."""
+    wanted = [target.strip() for target in targets]
+
+    def score(params: Tree) -> dict[str, float]:
+        return task.scores(generate_texts(side, params, batches), wanted)
+
+    return score
