@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import decoders, processors
 
 from distaff.core.errors import DataError, DistaffError, UsageError
-from distaff.data.files import READERS, expand_files, read_texts
+from distaff.data.files import expand_files, read_lines, read_texts
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def _pieces(path: Path, column: str | None, eos: str) -> Iterator[str]:
     held: list[str] = []
     size = count = words = 0
     try:
-        for count, line in READERS[".txt"](path, column):
+        for count, line in read_lines(path, column=column):
             written = bool(line.strip())
             # Cut in front of a line break: there byte-level tokenizers cut as well, so no token is lost by it.
             if size >= _PIECE and written:

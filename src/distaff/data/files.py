@@ -124,16 +124,23 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _read_txt(path: Path, select: Select) -> Iterator[Row]:
     select({"text": ""}, "line 1")
+    for number, line in read_lines(path):
+        yield number, (line,)
+
+
+def read_lines(path: Path, *, column: str | None = None) -> Iterator[tuple[int, str]]:
+    """Yield (number, line without its ending) of a .txt file, blank lines too; `column` may only be "text"."""
+    _choose(path, {"text": ""}, column)
     number = 0
     for _, line in _lines(path):
         if "\r" not in line:
             number += 1
-            yield number, (line.removesuffix("\n"),)
+            yield number, line.removesuffix("\n")
             continue
         # io.StringIO translates "\r\n" and "\r" as open() does.
         for part in io.StringIO(line, newline=None):
             number += 1
-            yield number, (part.removesuffix("\n"),)
+            yield number, part.removesuffix("\n")
 
 
 def _read_jsonl(path: Path, select: Select) -> Iterator[Row]:
