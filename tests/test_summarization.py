@@ -249,6 +249,10 @@ def test_bad_rows_are_one_sentence(corpus, tmp_path, capsys):
         )
     ):
         write_rows(tmp_path / "bad.jsonl", rows)
+        test = ("--do_predict", "--test_file", tmp_path / "none.jsonl")
+        assert train(corpus, tmp_path / "test", *test) == 1, "said before the training, not after it"
+        assert "There is no file" in one_line(capsys)
+        assert not (tmp_path / "test" / "checkpoints").exists()
         assert train(corpus, tmp_path / f"out{number}", "--train_file", tmp_path / "bad.jsonl") == 1
         assert words in one_line(capsys)
 

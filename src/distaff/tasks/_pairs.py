@@ -191,6 +191,21 @@ def make_batches(flags: Seq2SeqFlags, side: "Side", pairs, rows: int, *, train: 
     )
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Batches that are not learnt from, and the targets `[rows]` of their rows, None where there are none."""
+
+    batches: Batches
+    targets: list[str | None]
+
+
+def hold_out(flags: Seq2SeqFlags, side: "Side", pairs, rows: int) -> HeldOut | None:
+    """Return the batches of `pairs`, None where there are no pairs."""
+    if pairs is None:
+        return None
+    return HeldOut(make_batches(flags, side, pairs, rows, train=False), pairs["target"][:])
+
+
 def _padded(dataset, column: str, limit: int) -> int:
     longest = int(row_lengths(dataset, column=column).max())
     return min(limit, -(-max(longest, 1) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)

@@ -25,10 +25,12 @@ from distaff.tasks import _folder
 from distaff.tasks import _recipe as recipe
 from distaff.tasks._flags import check_epsilon
 from distaff.tasks._pairs import (
+    HeldOut,
     Seq2SeqFlags,
     Side,
     Task,
     generate_texts,
+    hold_out,
     make_batches,
     prepare_model,
     read_pairs,
@@ -91,31 +93,27 @@ def train(flags: Seq2SeqFlags, task: Task) -> int:
     rows = recipe.rows_a_step(flags, mesh)
     pairs, eval_pairs = read_pairs(flags, task)
     batches = make_batches(flags, side, pairs, rows[0], train=True)
-    eval_batches = None if eval_pairs is None else make_batches(flags, side, eval_pairs, rows[1], train=False)
+    evaluation = hold_out(flags, side, eval_pairs, rows[1])
     # Read before the training, so that what is wrong with them is not said after it.
-    test_pairs = read_test(flags, task)
-    test_batches = None if test_pairs is None else make_batches(flags, side, test_pairs, rows[1], train=False)
+    test = hold_out(flags, side, read_test(flags, task), rows[1])
     epoch = batches.steps_per_epoch
     steps = flags.max_steps if flags.max_steps > 0 else max(1, math.ceil(flags.num_train_epochs * epoch))
     plan = recipe.Plan(*rows, steps)
     plan.log(flags, mesh)
     recipe.log_start(flags, flags)
     tx, schedule = make_optimizer(flags.optimizer(), total_steps=plan.total_steps, decay_mask=model.decay_mask())
-    score = None
-    if flags.predict_with_generate and eval_batches is not None:
-        score = scorer(task, side, eval_batches, eval_pairs["target"][:])
-    eval_steps = eval_batches.steps_per_epoch if eval_batches else 0
+    eval_steps = 0 if evaluation is None else evaluation.batches.steps_per_epoch
     result = fit(
         loss_function(flags, model),
         params=model.params,
         tx=tx,
         schedule=schedule,
         batches=batches,
-        eval_batches=eval_batches,
+        eval_batches=None if evaluation is None else evaluation.batches,
         config=flags.loop(total_steps=plan.total_steps, steps_per_epoch=epoch, eval_batches=eval_steps),
         mesh=mesh,
         tokens_per_batch=lambda batch: int(batch["attention_mask"].sum() + batch["label_weights"].sum()),
-        score=score,
+        score=scorer(task, side, evaluation) if flags.predict_with_generate and evaluation else None,
         on_start=partial(_folder.begin, folder, flags, task.name),
     )
     if result.interrupted:
@@ -127,8 +125,8 @@ def train(flags: Seq2SeqFlags, task: Task) -> int:
         logger.info("All %d steps were done before; the model is written again.", result.step)
         metrics = _folder.logged_at(folder, result.step)
     params, predicted = result.state.params, {}
-    if test_batches is not None:
-        predicted = predict(flags, task, side, params, test_batches, test_pairs["target"][:], mesh, folder)
+    if test is not None:
+        predicted = predict(flags, task, side, params, test, mesh, folder)
     if jax.process_index() == 0:
         recipe.finish(
             folder,
@@ -161,19 +159,19 @@ def evaluate_only(flags: Seq2SeqFlags, task: Task) -> int:
     folder = _folder.output_folder(flags.output_dir) if flags.output_dir is not None else None
     side, mesh = prepare_model(flags, task), make_mesh()
     named: dict[str, float] = {}
-    rows = recipe.rows_a_step(flags, mesh)[1]
+    rows, params = recipe.rows_a_step(flags, mesh)[1], side.model.params
     if flags.do_eval:
-        _, pairs = read_pairs(flags, task)
-        batches = make_batches(flags, side, pairs, rows, train=False)
-        score = scorer(task, side, batches, pairs["target"][:]) if flags.predict_with_generate else None
-        values = measure(flags, side, side.model.params, batches, mesh) | (score(side.model.params) if score else {})
+        evaluation = hold_out(flags, side, read_pairs(flags, task)[1], rows)
+        assert evaluation is not None
+        values = measure(flags, side, params, evaluation.batches, mesh)
+        if flags.predict_with_generate:
+            values |= scorer(task, side, evaluation)(params)
         named = {f"eval_{name}": value for name, value in values.items()}
         if folder is not None:
             _folder.write_results(folder, {"eval": named}, add=True)
-    if flags.do_predict and folder is not None:
-        pairs = read_test(flags, task)
-        batches = make_batches(flags, side, pairs, rows, train=False)
-        predicted = predict(flags, task, side, side.model.params, batches, pairs["target"][:], mesh, folder)
+    test = hold_out(flags, side, read_test(flags, task), rows)
+    if test is not None and folder is not None:
+        predicted = predict(flags, task, side, params, test, mesh, folder)
         _folder.write_results(folder, {"predict": predicted}, add=True)
         named |= predicted
     for name, value in named.items():
@@ -194,30 +192,23 @@ def measure(flags: Seq2SeqFlags, side: Side, params: Tree, batches: Batches, mes
 
 
 def predict(
-    flags: Seq2SeqFlags,
-    task: Task,
-    side: Side,
-    params: Tree,
-    batches: Batches,
-    targets: list[str | None],
-    mesh: Mesh,
-    folder: Path,
+    flags: Seq2SeqFlags, task: Task, side: Side, params: Tree, test: HeldOut, mesh: Mesh, folder: Path
 ) -> dict[str, float]:
     """Write `generated_predictions.txt`, and return how it compares with the targets, if there are any."""
-    texts = generate_texts(side, params, batches)
+    texts = generate_texts(side, params, test.batches)
     write_lines(folder / "generated_predictions.txt", texts)
     values: dict[str, float] = {"samples": len(texts)}
-    wanted = [target.strip() for target in targets if target is not None]
+    wanted = [target.strip() for target in test.targets if target is not None]
     if len(wanted) == len(texts):
-        values |= measure(flags, side, params, batches, mesh) | task.scores(texts, wanted)
+        values |= measure(flags, side, params, test.batches, mesh) | task.scores(texts, wanted)
     return {f"predict_{name}": value for name, value in values.items()}
 
 
-def scorer(task: Task, side: Side, batches: Batches, targets: list[str]):
-    """Return the function from parameters to the scores of what they write for `batches`."""
-    wanted = [target.strip() for target in targets]
+def scorer(task: Task, side: Side, evaluation: HeldOut):
+    """Return the function from parameters to the scores of what they write."""
+    wanted = [(target or "").strip() for target in evaluation.targets]
 
     def score(params: Tree) -> dict[str, float]:
-        return task.scores(generate_texts(side, params, batches), wanted)
+        return task.scores(generate_texts(side, params, evaluation.batches), wanted)
 
     return score
