@@ -17,7 +17,7 @@ from distaff.models._seq2seq import shift_tokens_right
 class TestBart(Seq2SeqBattery):
     family = "bart"
     prefix = "model."
-    base, masked_lm, classifier = "model", "lm", "classification"
+    base, lm, headed = "model", "lm", "classification"
     language_models = ("lm", "lm_odd")
     dropout_fields = ("dropout", "attention_dropout", "activation_dropout")
     shallow: ClassVar = {"encoder_layers": 1, "decoder_layers": 1, "init_std": 0.2}
@@ -30,7 +30,7 @@ class TestBart(Seq2SeqBattery):
 
     def test_positions_can_be_given(self, store):
         """A row padded on the left gets, with its positions, what it gets alone."""
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         model, inputs = store.model(case), tensor_inputs(case.runs["mixed"])
         real, target = (inputs[name][2].astype(bool) for name in ("attention_mask", "decoder_attention_mask"))
         positions = {
@@ -42,7 +42,7 @@ class TestBart(Seq2SeqBattery):
         np.testing.assert_allclose(padded, alone[0], rtol=0, atol=CLOSE)
 
     def test_rows_and_positions_beyond_the_table_are_refused(self, store):
-        model, ids = store.model(self.cases[self.masked_lm]), np.full((1, 25), 7)
+        model, ids = store.model(self.cases[self.lm]), np.full((1, 25), 7)
         with pytest.raises(DistaffError, match="25 tokens in input_ids are longer than the 24 positions"):
             model(ids, decoder_input_ids=ids[:, :3])
         with pytest.raises(DistaffError, match="25 tokens in decoder_input_ids are longer than the 24 positions"):
@@ -62,7 +62,7 @@ class TestBart(Seq2SeqBattery):
             model(ids)
 
     def test_the_bias_is_not_trained(self, store):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         model, inputs = store.model(case), tensor_inputs(case.runs["gradient"])
         gradients = jax.grad(lambda params: model(**inputs, params=params).logits.sum())(model.params)
         assert not np.asarray(gradients["final_logits_bias"]).any()
@@ -70,7 +70,7 @@ class TestBart(Seq2SeqBattery):
 
     def test_random_weights(self):
         """As PyTorch's: normal with init_std, norms 1, biases 0, that of the logits too."""
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         model = model_class(case)(config_of(case, d_model=96, vocab_size=300, init_std=0.05))
         for path, leaf in flatten(model.params).items():
             if path.endswith("scale"):

@@ -6,7 +6,7 @@ import pytest
 
 import distaff
 from battery import Battery
-from battery.family import TOLERANCE, assert_parity, flat_outputs, model_class, one_layer, tensor_inputs
+from battery.family import TOLERANCE, assert_parity, flat_outputs, model_class, tensor_inputs
 from distaff.core.errors import ConfigError
 from distaff.core.tree import flatten
 from distaff.hub import open_checkpoint
@@ -85,7 +85,7 @@ class TestElectra(Battery):
         inputs = tensor_inputs(case.runs["choices"])
         quiet = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "summary_last_dropout"), 0.0)
         for rate in (0.0, 0.5):
-            model = one_layer(case, config={**quiet, name: rate})
+            model = self.one_layer(case, config={**quiet, name: rate})
             trained = model(**inputs, dropout_rng=jax.random.key(0), train=True).logits
             difference = float(np.abs(trained - model(**inputs).logits).max())
             assert difference > 1e-3 if rate else difference < TOLERANCE

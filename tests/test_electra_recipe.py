@@ -282,7 +282,7 @@ def test_flags_change_what_is_trained(corpus, tmp_path):
         (("--generator_size", "0"), "--generator_size is 0.0"),
         (("--generator_size", "1.5"), "--generator_size is 1.5"),
         (("--discriminator_weight", "-1"), "--discriminator_weight is -1.0"),
-        (("--model_type", "bert", "--config_overrides", "hidden_size=16"), "not electra"),
+        (("--model_type", "bert", "--config_overrides", "hidden_size=16"), "needs an electra config"),
         (("--generator_confg_name", "x"), "did you mean --generator_config_name?"),
     ],
 )

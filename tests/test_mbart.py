@@ -11,16 +11,16 @@ from distaff.core.errors import ConfigError
 class TestMBart(Seq2SeqNumbers):
     family = "mbart"
     prefix = "model."
-    base, masked_lm, classifier = "model", "lm", "classification"
+    base, lm, headed = "model", "lm", "classification"
     language_models = ("lm", "lm_odd")
 
     def test_norms_of_bart_are_refused(self):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         with pytest.raises(ConfigError, match="add_final_layer_norm"):
             model_class(case)(config_of(case, add_final_layer_norm=False), _do_init=False)
 
     def test_rows_start_with_their_language(self, store):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         labels = np.array([[4, 5, 2, 30], [6, 2, 31, -100]])
         model = store.model(case)
         assert model.decoder_start_token_id is None

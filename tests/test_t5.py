@@ -19,7 +19,7 @@ from golden import cases as golden
 
 class TestT5(Seq2SeqBattery):
     family = "t5"
-    base, masked_lm, classifier = "model", "lm", "encoder"
+    base, lm, headed = "model", "lm", "encoder"
     language_models = ("lm", "lm_odd")
     shallow: ClassVar = {"num_layers": 1, "num_decoder_layers": 1}
     dropout_fields = ("dropout_rate",)
@@ -27,7 +27,7 @@ class TestT5(Seq2SeqBattery):
 
     def test_left_padding_changes_nothing(self, store):
         """Distances are all that T5 knows: rows padded on the left need no positions."""
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         model, inputs = store.model(case), tensor_inputs(case.runs["mixed"])
         real, target = (inputs[name][2].astype(bool) for name in ("attention_mask", "decoder_attention_mask"))
         padded = model(**inputs).logits[2][target]

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,8 +201,7 @@ def set_up_process() -> None:
     # traceback; that failure is raised besides.
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _report
+    _drop_echoes()
     # A character that the output's encoding lacks is written as an escape and ends nothing.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -221,10 +221,31 @@ def restart_with_huge_pages() -> None:
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **HUGE_PAGES})
 
 
-def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught exception, but not the echo of a failed save: threads of Orbax that find their loop closed."""
-    if not (kind is RuntimeError and str(error) == "Event loop is closed"):
-        sys.__excepthook__(kind, error, trace)
+def _drop_echoes() -> None:
+    """Print uncaught exceptions, but not the echoes of a failed save: what Orbax left running finds its loop closed."""
+
+    def echo(kind: type[BaseException] | None, error: BaseException | None) -> bool:
+        return kind is RuntimeError and str(error) == "Event loop is closed"
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not echo(kind, error):
+            sys.__excepthook__(kind, error, trace)
+
+    def report_thread(caught: threading.ExceptHookArgs) -> None:
+        if not echo(caught.exc_type, caught.exc_value):
+            threading.__excepthook__(caught)
+
+    def report_unraisable(caught: "sys.UnraisableHookArgs") -> None:
+        if not echo(caught.exc_type, caught.exc_value):
+            sys.__unraisablehook__(caught)
+
+    # One that somebody else has set, a test runner say, stays.
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = report
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = report_thread
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = report_unraisable
 
 
 def _take(words: list[str], word: str) -> bool:

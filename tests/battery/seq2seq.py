@@ -4,7 +4,7 @@ A family's test file names what it has and inherits the rest:
 
     class TestBart(Seq2SeqBattery):  # of seq2seq_usage.py, which adds the checks of use
         family = "bart"
-        base, masked_lm, classifier = "model", "lm", "classification"
+        base, lm, headed = "model", "lm", "classification"
         language_models = ("lm", "lm_odd")
 """
 
@@ -136,7 +136,7 @@ class Seq2SeqFiles(FileChecks):
 
     def test_base_into_head_and_back(self, store, tmp_path):
         """The base's tensors arrive, and exactly the head's are new or left over."""
-        base, head = self.cases[self.base], self.cases[self.masked_lm]
+        base, head = self.cases[self.base], self.cases[self.lm]
         loaded = model_class(head).from_pretrained(store.folder(base))
         prefix = self.prefix
         new = {name for name in head.keys if name.removeprefix(prefix) not in base.keys}
@@ -151,7 +151,7 @@ class Seq2SeqFiles(FileChecks):
 
     def test_copies_of_the_embeddings_are_read_and_must_agree(self, store, tmp_path):
         """Files of Transformers 4 hold the word embeddings three times, some not under the name "shared"."""
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         shared = next(name for name in case.keys if name.endswith("shared.weight"))
         copies = [shared.replace("shared", f"{side}.embed_tokens") for side in ("encoder", "decoder")]
 
@@ -172,7 +172,7 @@ class Seq2SeqNumbers(Seq2SeqFiles):
     """Numbers: the routes that must give the same as the plain one."""
 
     def gradient_case(self) -> tuple[golden.Case, golden.Run]:
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         return case, case.runs["gradient"]
 
     def test_cached_equals_uncached(self, store):
@@ -185,7 +185,7 @@ class Seq2SeqNumbers(Seq2SeqFiles):
             np.testing.assert_allclose(found[real], expected[real], rtol=0, atol=CLOSE, err_msg=name)
 
     def test_cache_with_scan_and_remat(self, store):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         inputs = tensor_inputs(case.runs["mixed"])
         real = inputs["decoder_attention_mask"].astype(bool)
         expected = np.asarray(store.model(case)(**inputs).logits)
@@ -193,7 +193,7 @@ class Seq2SeqNumbers(Seq2SeqFiles):
         np.testing.assert_allclose(in_steps(model, inputs, (4, 2))[real], expected[real], rtol=0, atol=CLOSE)
 
     def test_halves_equal_the_whole(self, store):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         model, inputs = store.model(case), tensor_inputs(case.runs["mixed"])
         whole = model(**inputs, output_hidden_states=True, output_attentions=True)
         options: dict[str, Any] = {"output_hidden_states": True, "output_attentions": True}
@@ -215,7 +215,7 @@ class Seq2SeqNumbers(Seq2SeqFiles):
 
     def test_padding_changes_nothing(self, store):
         """Real tokens of a padded row get what they get alone."""
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         model, inputs = store.model(case), tensor_inputs(case.runs["mixed"])
         padded = np.asarray(model(**inputs).logits)
         for row in (0, 1):
@@ -227,7 +227,7 @@ class Seq2SeqNumbers(Seq2SeqFiles):
             np.testing.assert_allclose(padded[row][target], alone[0], rtol=0, atol=CLOSE, err_msg=f"row {row}")
 
     def test_the_decoder_does_not_look_ahead(self, store):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         model, inputs = store.model(case), tensor_inputs(case.runs["mixed"])
         before, ids = np.asarray(model(**inputs).logits), inputs["decoder_input_ids"].copy()
         ids[0, 4] = 9 if ids[0, 4] != 9 else 8
@@ -269,7 +269,7 @@ class Seq2SeqNumbers(Seq2SeqFiles):
         assert_trees_equal(gradients, other_gradients, atol=CLOSE)
 
     def test_bfloat16_is_near(self, store):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         inputs = tensor_inputs(case.runs["gradient"])
         wide = np.asarray(store.model(case)(**inputs).logits)
         narrow = store.model(case, dtype=jnp.bfloat16)(**inputs).logits

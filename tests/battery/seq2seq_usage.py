@@ -23,7 +23,7 @@ class Seq2SeqBattery(Seq2SeqNumbers):
     layerdrop_fields: ClassVar[tuple[str, ...]] = ()
 
     def test_each_dropout_rate_is_used(self):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         inputs = tensor_inputs(case.runs["mixed"])
         fields = (*self.dropout_fields, *self.layerdrop_fields)
         evaluated = None
@@ -39,7 +39,7 @@ class Seq2SeqBattery(Seq2SeqNumbers):
             assert difference > 1e-4 if field else difference < 1e-6, field
 
     def test_dropout_follows_the_key(self, store):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         model, inputs = store.model(case), tensor_inputs(case.runs["mixed"])
         one, same, other = (
             np.asarray(model(**inputs, dropout_rng=jax.random.key(key), train=True).logits) for key in (0, 0, 1)
@@ -48,13 +48,13 @@ class Seq2SeqBattery(Seq2SeqNumbers):
         assert not np.array_equal(one, other)
 
     def test_lazy_logits(self, store):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         model, inputs = store.model(case), tensor_inputs(case.runs["mixed"])
         lazy = model.run(inputs, lazy_logits=True).logits
         np.testing.assert_allclose(lazy.logits(), model(**inputs).logits, rtol=0, atol=CLOSE)
 
     def test_bare_module(self, store):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         model, inputs = store.model(case), tensor_inputs(case.runs["mixed"])
         arrays = {name: jnp.asarray(value) for name, value in inputs.items()}
         shapes = jax.eval_shape(model.module.init, jax.random.key(0), **arrays)["params"]
@@ -73,7 +73,7 @@ class Seq2SeqBattery(Seq2SeqNumbers):
         np.testing.assert_allclose(found.logits, model(**inputs).logits, rtol=0, atol=CLOSE)
 
     def test_outputs_are_objects_and_tuples(self, store):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         model, inputs = store.model(case), tensor_inputs(case.runs["mixed"])
         outputs = model(**inputs)
         assert list(outputs.keys()) == ["logits", "encoder_last_hidden_state"]
@@ -85,7 +85,7 @@ class Seq2SeqBattery(Seq2SeqNumbers):
     @pytest.mark.parametrize("name", ["input_ids", "decoder_input_ids"])
     @pytest.mark.parametrize("wrong", [40, -1, -100])
     def test_ids_outside_the_vocabulary_are_refused(self, name, wrong, store):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         inputs = tensor_inputs(case.runs["mixed"])
         ids = inputs[name].copy()
         ids[1, 2] = wrong
@@ -104,12 +104,12 @@ class Seq2SeqBattery(Seq2SeqNumbers):
         ],
     )
     def test_wrong_inputs_are_refused(self, change, words, store):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         with pytest.raises(DistaffError, match=words):
             store.model(case)(**{**tensor_inputs(case.runs["mixed"]), **change})
 
     def test_wrong_calls_of_the_decoder_are_refused(self, store):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         model, inputs = store.model(case), tensor_inputs(case.runs["mixed"])
         ids, encoded = inputs["decoder_input_ids"], model.encode(inputs["input_ids"])
         with pytest.raises(DistaffError, match="nothing to attend to"):
@@ -128,14 +128,14 @@ class Seq2SeqBattery(Seq2SeqNumbers):
             model.init_cache(4, 9, encoded)
 
     def test_refused_configs(self):
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         for fields in self.refused:
             with pytest.raises(ConfigError):
                 model_class(case)(config_of(case, **fields), _do_init=False)
 
     def test_padded_targets_do_not_change_the_loss(self, store):
         """A target of 4 tokens, padded to 4, 8 and 16, with and without label smoothing."""
-        case = self.cases[self.masked_lm]
+        case = self.cases[self.lm]
         model, source = store.model(case), np.full((1, 5), 7, np.int32)
         smoothings, losses = (0.0, 0.1), []
         for length in (4, 8, 16):
