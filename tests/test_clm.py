@@ -247,7 +247,7 @@ def test_loss_is_that_of_full_logits():
     def lazy(params):
         return clm_loss(model.module, params, batch, jax.random.key(0))["loss"][0]
 
-    wanted, found = jax.value_and_grad(full)(model.params), jax.value_and_grad(lazy)(model.params)
+    wanted, found = (jax.jit(jax.value_and_grad(loss))(model.params) for loss in (full, lazy))
     assert float(found[0]) == pytest.approx(float(wanted[0]), rel=1e-6)
     for path, leaf in flatten(wanted[1]).items():
         np.testing.assert_allclose(flatten(found[1])[path], leaf, atol=2e-5, err_msg=path)
@@ -281,15 +281,16 @@ def test_segments_are_documents_by_themselves(family):
     model = MODELS[family]()
     row = tiny_batch(rows=1)["input_ids"]
     packed = {"input_ids": row, "weights": np.ones(1, np.float32)}
-    found = clm_loss(model.module, model.params, packed, None, eos_token_id=7)
+    whole = jax.jit(lambda batch: clm_loss(model.module, model.params, batch, None))
+    found = jax.jit(lambda batch: clm_loss(model.module, model.params, batch, None, eos_token_id=7))(packed)
     apart = []
     for begin, end in ((0, 5), (5, 10), (10, 16)):
         alone = {"input_ids": row[:, begin:end], "weights": np.ones(1, np.float32)}
-        apart.append(clm_loss(model.module, model.params, alone, None))
+        apart.append(whole(alone))
     for name in ("loss", "accuracy"):
         np.testing.assert_allclose(found[name], np.sum([sums[name] for sums in apart], axis=0), rtol=1e-5)
     assert float(found["loss"][1]) == 13
-    joined = clm_loss(model.module, model.params, packed, None)["loss"]
+    joined = whole(packed)["loss"]
     assert float(joined[1]) == 15
     assert abs(float(joined[0]) / 15 - float(found["loss"][0]) / 13) > 1e-3
     segments, places = documents_of(jnp.array([[7, 3, 7, 7, 5, 6]]), 7)

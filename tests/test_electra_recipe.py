@@ -262,10 +262,9 @@ def test_flags_change_what_is_trained(corpus, tmp_path):
     """The generator's size by a part and by a config, the weight, and a checkpoint with both models."""
     assert electra(corpus, tmp_path / "half", "--generator_size", 0.5, steps=1) == 0
     assert FlaxElectraForMaskedLM.from_pretrained(tmp_path / "half" / "generator").config.hidden_size == 8
-    named = tmp_path / "half" / "generator"
-    assert electra(corpus, tmp_path / "named", "--generator_config_name", named, steps=1) == 0
-    assert FlaxElectraForMaskedLM.from_pretrained(tmp_path / "named" / "generator").config.hidden_size == 8
-    assert electra(corpus, tmp_path / "light", "--discriminator_weight", 1, "--generator_size", 0.5, steps=1) == 0
+    named = ("--generator_config_name", tmp_path / "half" / "generator")
+    assert electra(corpus, tmp_path / "light", *named, "--discriminator_weight", 1, steps=1) == 0
+    assert FlaxElectraForMaskedLM.from_pretrained(tmp_path / "light" / "generator").config.hidden_size == 8
     heavy, light = (json.loads((tmp_path / name / "eval_results.json").read_text()) for name in ("half", "light"))
     assert heavy["eval_loss"] > 5 * light["eval_loss"]
     common = ("--train_file", str(corpus / "train.txt"), "--validation_file", str(corpus / "validation.txt"))
