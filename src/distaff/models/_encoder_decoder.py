@@ -66,7 +66,7 @@ class EncoderDecoder(nn.Module):
 
     def embedding_range(self) -> float:
         """Return the standard deviation of random word embeddings."""
-        raise NotImplementedError
+        return self.config.init_std
 
     def embed(self, input_ids: jax.Array) -> jax.Array:
         """Return `[batch, length, embed]`, what a stack starts from."""

@@ -142,10 +142,6 @@ class BartModule(EncoderDecoder):
 
     stack_class = BartStack
 
-    def embedding_range(self) -> float:
-        """Return the standard deviation of random word embeddings."""
-        return self.config.init_std
-
     def embed(self, input_ids: jax.Array) -> jax.Array:
         """Return word embeddings `[batch, length, embed]`, scaled where the config says so."""
         scale = self.config.d_model**0.5 if self.config.scale_embedding else 1.0

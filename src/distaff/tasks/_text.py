@@ -294,17 +294,7 @@ def measure(rows: Rows, params, data: TextData, mesh) -> dict[str, float]:
 
 def evaluate_only(recipe: TextRecipe, flags: Any) -> int:
     """Evaluate a checkpoint, print the metrics and, with --output_dir, write them."""
-    flags.check_numbers()
-    flags.check_texts()
-    check_dtypes(flags)
-    if not flags.do_eval:
-        raise UsageError("Without training and evaluation nothing is left to do: leave --do_eval False out.")
-    if flags.streaming:
-        raise UsageError("--streaming is for training, and an evaluation reads its texts whole: leave it out.")
-    if flags.model_name_or_path is None:
-        raise UsageError("There is nothing to evaluate: give --model_name_or_path.")
-    if not (flags.validation_file or flags.train_file or flags.dataset_name):
-        raise UsageError("There are no texts to evaluate on: give --validation_file or --dataset_name.")
+    check_evaluation(flags)
     flags.do_train = False
     folder = _folder.output_folder(flags.output_dir) if flags.output_dir is not None else None
     tokenizer, model, rows = prepare(recipe, flags)
@@ -338,6 +328,21 @@ def block_size(asked: int | None, tokenizer, longest: int | None, *, flag_name: 
     if asked < 2:
         raise UsageError(f"{flag_name} is {asked}: a row of fewer than 2 tokens has nothing to predict.")
     return asked
+
+
+def check_evaluation(flags: Any) -> None:
+    """Raise `UsageError` unless the flags describe an evaluation."""
+    flags.check_numbers()
+    flags.check_texts()
+    check_dtypes(flags)
+    if not flags.do_eval:
+        raise UsageError("Without training and evaluation nothing is left to do: leave --do_eval False out.")
+    if flags.streaming:
+        raise UsageError("--streaming is for training, and an evaluation reads its texts whole: leave it out.")
+    if flags.model_name_or_path is None:
+        raise UsageError("There is nothing to evaluate: give --model_name_or_path.")
+    if not (flags.validation_file or flags.train_file or flags.dataset_name):
+        raise UsageError("There are no texts to evaluate on: give --validation_file or --dataset_name.")
 
 
 def check_together(flags: Any) -> None:

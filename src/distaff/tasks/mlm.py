@@ -8,7 +8,6 @@
 """
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,9 @@ from distaff.models.auto import FlaxAutoModelForMaskedLM
 from distaff.nn.vocabulary import cross_entropy_sum, score_sums
 from distaff.tasks import _folder
 from distaff.tasks import _recipe as recipe
+from distaff.tasks import _text as text
 from distaff.tasks._flags import ModelFlags, TextFlags, TrainingFlags, check_dtypes, check_epsilon, flag
+from distaff.tasks._text import check_evaluation, count_steps, perplexity
 from distaff.train import evaluate, fit, make_optimizer
 
 logger = logging.getLogger("distaff")
@@ -66,11 +67,6 @@ def mlm_loss(module, params, batch: dict[str, jax.Array], rng: jax.Array | None)
         return {"loss": (cross_entropy_sum(outputs.logits, labels, weights), jnp.sum(weights))}
     loss, hits = score_sums(outputs.logits, labels, weights)
     return {"loss": (loss, jnp.sum(weights)), "accuracy": (hits, jnp.sum(weights))}
-
-
-def perplexity(values: dict[str, float]) -> dict[str, float]:
-    """Return the exponential of the loss."""
-    return {"perplexity": math.exp(min(values["loss"], 700.0))} if "loss" in values else {}
 
 
 # Data.
@@ -309,47 +305,12 @@ def prepare_model(flags: MlmFlags) -> tuple[Any, FlaxTextModel, int]:
     return tokenizer, model, recipe.row_length(flags, tokenizer, model.longest_input)
 
 
-def check_evaluation(flags: MlmFlags) -> None:
-    """Raise `UsageError` unless the flags describe an evaluation."""
-    flags.check_numbers()
-    flags.check_texts()
-    check_dtypes(flags)
-    if not flags.do_eval:
-        raise UsageError("Without training and evaluation nothing is left to do: leave --do_eval False out.")
-    if flags.streaming:
-        raise UsageError("--streaming is for training, and an evaluation reads its texts whole: leave it out.")
-    if flags.model_name_or_path is None:
-        raise UsageError("There is nothing to evaluate: give --model_name_or_path.")
-    if not (flags.validation_file or flags.train_file or flags.dataset_name):
-        raise UsageError("There are no texts to evaluate on: give --validation_file or --dataset_name.")
-
-
 def check_together(flags: MlmFlags) -> None:
     """Raise `UsageError` for values that no training can have, and for flags that do not go together."""
     check_dtypes(flags)
     flags.check_training()
     flags.check_texts()
     check_epsilon(flags, flags)
-    if flags.num_train_steps is not None and flags.max_steps not in (-1, flags.num_train_steps):
-        raise UsageError(
-            f"--num_train_steps {flags.num_train_steps} and --max_steps {flags.max_steps} mean the same: give one."
-        )
-    if flags.streaming:
-        count_steps(flags, None)
-        if flags.line_by_line:
-            raise UsageError("--streaming joins texts into full rows: leave --line_by_line out.")
-        if flags.do_eval and not flags.validation_file and flags.num_eval_samples < 1:
-            raise UsageError(
-                f"--num_eval_samples is {flags.num_eval_samples}: it must be at least 1, or --do_eval False, or give "
-                "--validation_file."
-            )
-
-
-def count_steps(flags: MlmFlags, steps_per_epoch: int | None) -> int:
-    """Return the optimizer steps of the run."""
-    steps = flags.num_train_steps or flags.max_steps
-    if steps > 0:
-        return steps
-    if steps_per_epoch is None:
-        raise UsageError("A stream has no epochs that could be counted: give --num_train_steps.")
-    return max(1, math.ceil(flags.num_train_epochs * steps_per_epoch))
+    text.check_together(flags)
+    if flags.streaming and flags.line_by_line:
+        raise UsageError("--streaming joins texts into full rows: leave --line_by_line out.")
