@@ -16,6 +16,7 @@ from distaff.models._outputs import (
     FlaxTokenClassifierOutput,
 )
 from distaff.nn.act import Activation
+from distaff.nn.dropout import Dropout
 from distaff.nn.heads import LMHead, gather_positions
 from distaff.nn.vocabulary import Projection
 from distaff.weights import Row, linear, norm
@@ -62,7 +63,7 @@ class HeadModule(nn.Module):
         """Drop out at the classifier's rate."""
         config = self.config
         rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
-        return nn.Dropout(rate)(values, deterministic=options.get("deterministic", True))
+        return Dropout(rate)(values, deterministic=options.get("deterministic", True))
 
     def lm_features(self) -> int | None:
         """Return the width of what is projected to the vocabulary, None for the hidden size."""

@@ -17,10 +17,11 @@ from distaff.models._encoder_decoder import EncoderDecoder, HeadedEncoderDecoder
 from distaff.models._family import check_activation, check_fields, check_heads
 from distaff.models._outputs import FlaxSeq2SeqQuestionAnsweringModelOutput, FlaxSeq2SeqSequenceClassifierOutput
 from distaff.models._seq2seq import FlaxSeq2SeqModel
+from distaff.nn.dropout import Dropout
 from distaff.nn.embed import embedding as embedding_table
 from distaff.nn.layer import LayerInputs, TransformerLayer
 from distaff.nn.mask import bias_of
-from distaff.nn.norm import layer_norm
+from distaff.nn.norm import LayerNorm
 from distaff.nn.stack import Stack, StackOutputs
 from distaff.nn.vocabulary import Projection
 from distaff.weights import Row, Tie, embedding, linear, norm, prefixed, repeated
@@ -98,8 +99,8 @@ class BartStack(nn.Module):
         )
         positions = next_positions(embedded[..., 0], cache) if inputs.position_ids is None else inputs.position_ids
         hidden = embedded + table(positions + POSITION_OFFSET)  # [batch, length, embed]
-        hidden = layer_norm(eps=NORM_EPS, **dtypes, name="layernorm_embedding")(hidden)
-        hidden = nn.Dropout(config.dropout)(hidden, deterministic=deterministic)
+        hidden = LayerNorm(eps=NORM_EPS, **dtypes, name="layernorm_embedding")(hidden)
+        hidden = Dropout(config.dropout)(hidden, deterministic=deterministic)
         layer_fields = {
             "num_heads": self.side("attention_heads"),
             "intermediate_size": self.side("ffn_dim"),
@@ -132,7 +133,7 @@ class BartStack(nn.Module):
         )
         if not self.final_norm:
             return outputs
-        last = layer_norm(eps=NORM_EPS, **dtypes, name="layer_norm")(outputs.last)
+        last = LayerNorm(eps=NORM_EPS, **dtypes, name="layer_norm")(outputs.last)
         states = outputs.hidden_states
         return outputs._replace(last=last, hidden_states=None if states is None else (*states[:-1], last))
 
@@ -182,7 +183,7 @@ class BartClassificationHead(nn.Module):
         config = self.config
 
         def dense(values: jax.Array, features: int, name: str) -> jax.Array:
-            values = nn.Dropout(config.classifier_dropout)(values, deterministic=deterministic)
+            values = Dropout(config.classifier_dropout)(values, deterministic=deterministic)
             init = nn.initializers.normal(config.init_std)
             fields: dict[str, Any] = {"kernel_init": init, "dtype": self.dtype, "param_dtype": self.param_dtype}
             return nn.Dense(features, **fields, name=name)(values)

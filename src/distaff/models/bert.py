@@ -13,11 +13,12 @@ from distaff.models import _encoder_heads as heads
 from distaff.models._encoder_heads import lm_head_rows, new_linear
 from distaff.models._family import FlaxTextModel, check_activation, check_fields, check_heads
 from distaff.models._outputs import FlaxBaseModelOutputWithPooling
+from distaff.nn.dropout import Dropout
 from distaff.nn.embed import embedding as embedding_table
 from distaff.nn.heads import Pooler
 from distaff.nn.layer import LayerInputs, TransformerLayer
 from distaff.nn.mask import bias_of, causal_mask, combine, padding_mask
-from distaff.nn.norm import layer_norm
+from distaff.nn.norm import LayerNorm
 from distaff.nn.stack import Stack
 from distaff.weights import Row, Tie, embedding, linear, norm, prefixed, repeated
 
@@ -82,8 +83,8 @@ class BertEmbeddings(nn.Module):
         total = words if self.word_scale is None else words * self.word_scale
         total = total + look_up("token_type_embeddings", config.type_vocab_size, token_type_ids)
         total = total + look_up("position_embeddings", config.max_position_embeddings, position_ids)
-        norm = layer_norm(eps=config.layer_norm_eps, dtype=self.dtype, param_dtype=self.param_dtype, name="norm")
-        return self.finish(total, norm, nn.Dropout(config.hidden_dropout_prob, deterministic=deterministic))
+        norm = LayerNorm(eps=config.layer_norm_eps, dtype=self.dtype, param_dtype=self.param_dtype, name="norm")
+        return self.finish(total, norm, Dropout(config.hidden_dropout_prob, deterministic=deterministic))
 
     def finish(self, total: jax.Array, norm: nn.Module, dropout: nn.Module) -> jax.Array:
         """Return the sum `[batch, length, embed]` after norm and dropout."""

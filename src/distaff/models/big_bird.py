@@ -31,9 +31,10 @@ from distaff.models.bert import (
 from distaff.nn.act import ACTIVATIONS, Activation
 from distaff.nn.attention import Attention
 from distaff.nn.cache import KeyValue
+from distaff.nn.dropout import Dropout
 from distaff.nn.layer import LayerInputs, TransformerLayer
 from distaff.nn.mlp import MLP
-from distaff.nn.norm import layer_norm
+from distaff.nn.norm import LayerNorm
 from distaff.weights import Row, linear, norm
 
 # What the config means.
@@ -237,10 +238,10 @@ class BigBirdForQuestionAnsweringModule(_OnBigBird, heads.HeadModule):
         fields = (config.intermediate_size, config.hidden_act, config.initializer_range)
 
         def dropout(values: jax.Array) -> jax.Array:
-            return nn.Dropout(config.hidden_dropout_prob)(values, deterministic=deterministic)
+            return Dropout(config.hidden_dropout_prob)(values, deterministic=deterministic)
 
         inner = dropout(MLP(*fields, **dtypes, name="qa_mlp")(dropout(hidden)))
-        normed = layer_norm(eps=config.layer_norm_eps, **dtypes, name="qa_norm")(inner + hidden)
+        normed = LayerNorm(eps=config.layer_norm_eps, **dtypes, name="qa_norm")(inner + hidden)
         return self.dense(2, "qa_outputs")(normed)
 
     def output(self, logits: jax.Array, outputs: FlaxBaseModelOutputWithPooling) -> Any:

@@ -20,6 +20,7 @@ from distaff.models.bert import (
     bert_rows,
 )
 from distaff.nn.act import ACTIVATIONS, Activation
+from distaff.nn.dropout import Dropout
 from distaff.weights import Row, Tie, linear, norm
 
 # What the config means. The summary is that of the multiple-choice head.
@@ -105,7 +106,7 @@ class ElectraForMultipleChoiceModule(_OnElectra, heads.ForMultipleChoice):
 
         def dropout(name: str, values: jax.Array) -> jax.Array:
             rate = getattr(config, name, None) or 0.0
-            return nn.Dropout(rate)(values, deterministic=options.get("deterministic", True))
+            return Dropout(rate)(values, deterministic=options.get("deterministic", True))
 
         summary = dropout("summary_first_dropout", summary)
         if config.summary_use_proj:

@@ -12,9 +12,10 @@ from distaff.models._causal import FlaxCausalModel, causal_bias, next_positions
 from distaff.models._family import check_activation, check_fields, check_heads
 from distaff.models._outputs import FlaxBaseModelOutputWithPast
 from distaff.nn.cache import Cache, advance
+from distaff.nn.dropout import Dropout
 from distaff.nn.embed import embedding as embedding_table
 from distaff.nn.layer import LayerInputs, TransformerLayer
-from distaff.nn.norm import layer_norm
+from distaff.nn.norm import LayerNorm
 from distaff.nn.stack import Stack
 from distaff.weights import Row, Tie, conv1d, embedding, linear, norm, prefixed, repeated
 
@@ -88,7 +89,7 @@ class GPT2Module(nn.Module):
         if position_ids is None:
             position_ids = next_positions(input_ids, cache)
         hidden = words(input_ids) + positions(position_ids)  # [batch, length, embed]
-        hidden = nn.Dropout(config.embd_pdrop)(hidden, deterministic=deterministic)
+        hidden = Dropout(config.embd_pdrop)(hidden, deterministic=deterministic)
         layer_fields = {
             "num_heads": config.n_head,
             "intermediate_size": inner_size(config),
@@ -118,7 +119,7 @@ class GPT2Module(nn.Module):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        last = layer_norm(eps=config.layer_norm_epsilon, **dtypes, name="ln_f")(outputs.last)
+        last = LayerNorm(eps=config.layer_norm_epsilon, **dtypes, name="ln_f")(outputs.last)
         states = outputs.hidden_states
         return FlaxBaseModelOutputWithPast(
             last,

@@ -17,7 +17,7 @@ from distaff.nn.cache import Cache, advance
 from distaff.nn.embed import embedding as embedding_table
 from distaff.nn.layer import LayerInputs, TransformerLayer
 from distaff.nn.mask import causal_mask, padding_mask
-from distaff.nn.norm import layer_norm
+from distaff.nn.norm import LayerNorm
 from distaff.nn.stack import Stack
 from distaff.weights import Row, Tie, embedding, linear, norm, prefixed, repeated
 
@@ -110,7 +110,7 @@ class OPTModule(nn.Module):
         )
         last = outputs.last
         if has_final_norm(config):
-            norm = layer_norm(eps=NORM_EPS, dtype=self.dtype, param_dtype=self.param_dtype, name="final_layer_norm")
+            norm = LayerNorm(eps=NORM_EPS, dtype=self.dtype, param_dtype=self.param_dtype, name="final_layer_norm")
             last = norm(last)
         if is_projected(config):
             last = self.projection(config.word_embed_proj_dim, "project_out")(last)

@@ -14,9 +14,10 @@ from distaff.models import _encoder_decoder as parts
 from distaff.models._encoder_decoder import EncoderDecoder, StackInputs
 from distaff.models._family import check_activation, check_fields
 from distaff.models._seq2seq import FlaxSeq2SeqModel
+from distaff.nn.dropout import Dropout
 from distaff.nn.embed import embedding as embedding_table
 from distaff.nn.layer import LayerInputs, TransformerLayer
-from distaff.nn.norm import rms_norm
+from distaff.nn.norm import RMSNorm
 from distaff.nn.stack import Stack, StackOutputs
 from distaff.nn.vocabulary import Projection
 from distaff.weights import Row, Tie, embedding, linear, prefixed, repeated
@@ -156,7 +157,7 @@ class T5Stack(nn.Module):
         if inputs.position_ids is not None:
             raise UsageError("T5 knows distances between tokens and no positions: leave position ids out.")
         dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-        dropout = nn.Dropout(config.dropout_rate, deterministic=deterministic)
+        dropout = Dropout(config.dropout_rate, deterministic=deterministic)
         relative = RelativeBias(
             config.num_heads,
             config.relative_attention_num_buckets,
@@ -185,7 +186,7 @@ class T5Stack(nn.Module):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        last = dropout(rms_norm(eps=config.layer_norm_epsilon, **dtypes, name="final_layer_norm")(outputs.last))
+        last = dropout(RMSNorm(eps=config.layer_norm_epsilon, **dtypes, name="final_layer_norm")(outputs.last))
         states = outputs.hidden_states
         return outputs._replace(last=last, hidden_states=None if states is None else (*states[:-1], last))
 

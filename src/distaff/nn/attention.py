@@ -8,6 +8,7 @@ from flax import linen as nn
 
 from distaff.nn.attend import attend
 from distaff.nn.cache import KeyValue
+from distaff.nn.dropout import Dropout
 
 
 class Attended(NamedTuple):
@@ -42,7 +43,7 @@ class Attention(nn.Module):
         self, query: jax.Array, used: KeyValue, bias: Any, *, scale: jax.Array | float, deterministic: bool
     ) -> tuple[jax.Array, Any]:
         """Return `[batch, heads, queries, head_dim]` and the weights; a family may attend otherwise."""
-        dropout = nn.Dropout(self.dropout_rate, deterministic=deterministic)
+        dropout = Dropout(self.dropout_rate, deterministic=deterministic)
         return attend(
             query,
             used.key,

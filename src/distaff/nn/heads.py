@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from distaff.nn.act import ACTIVATIONS
-from distaff.nn.norm import layer_norm
+from distaff.nn.norm import LayerNorm
 from distaff.nn.vocabulary import Projection
 
 
@@ -51,7 +51,7 @@ class LMHead(nn.Module):
         init = nn.initializers.normal(self.initializer_range)
         dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         hidden = nn.Dense(self.features or hidden.shape[-1], kernel_init=init, **dtypes, name="dense")(hidden)
-        hidden = layer_norm(eps=self.norm_eps, **dtypes, name="norm")(ACTIVATIONS[self.activation](hidden))
+        hidden = LayerNorm(eps=self.norm_eps, **dtypes, name="norm")(ACTIVATIONS[self.activation](hidden))
         bias = self.param("bias", nn.initializers.zeros, (self.vocab_size,), self.param_dtype)
         table = tied_embedding
         if table is None:

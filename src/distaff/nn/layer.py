@@ -9,6 +9,7 @@ from flax import linen as nn
 
 from distaff.nn.attention import Attention
 from distaff.nn.cache import LayerCache
+from distaff.nn.dropout import Dropout
 from distaff.nn.mlp import MLP
 from distaff.nn.norm import Norm, norm_of
 
@@ -88,7 +89,7 @@ class TransformerLayer(nn.Module):
             return norm(hidden) if pre else hidden
 
         def leave(norm: nn.Module, inner: jax.Array) -> jax.Array:
-            total = hidden + nn.Dropout(self.dropout_rate)(inner, deterministic=deterministic)
+            total = hidden + Dropout(self.dropout_rate)(inner, deterministic=deterministic)
             return total if pre else norm(total)
 
         def attention(name: str) -> Attention:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from distaff.nn.act import ACTIVATIONS
+from distaff.nn.dropout import Dropout
 
 
 class MLP(nn.Module):
@@ -43,5 +44,5 @@ class MLP(nn.Module):
         inner = dense(self.intermediate_size, "up")(hidden)  # [batch, length, mlp]
         gate = dense(self.intermediate_size, "gate")(hidden) if self.gated else None
         inner = activation(inner) if gate is None else activation(gate) * inner
-        inner = nn.Dropout(self.dropout_rate)(inner, deterministic=deterministic)
+        inner = Dropout(self.dropout_rate)(inner, deterministic=deterministic)
         return dense(hidden.shape[-1], "down")(inner)
