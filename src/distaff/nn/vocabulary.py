@@ -123,8 +123,7 @@ def _forward(hidden, table, bias, labels, weights, steps, smoothing):
         target = (1.0 - smoothing) * (jnp.arange(vocab)[None, None] == labels[..., None]) + smoothing / vocab
         error = (jnp.exp(logits - normaliser) - target) * weights[..., None]  # [batch, width, vocab]
         narrow = error.astype(hidden.dtype)
-        # [embed, vocab] for now: the other way round, all logits of the chunk would be transposed.
-        table_grad = jnp.einsum("bnd,bnv->dv", hidden, narrow, preferred_element_type=jnp.float32)
+        table_grad = _table_gradient(hidden, narrow)
         # A product with ones, which is several times faster on CPU than a sum over rows.
         bias_grad = jnp.einsum("bn,bnv->v", jnp.ones(weights.shape, jnp.float32), error)
         hidden_grad = jnp.einsum("bnv,vd->bnd", narrow, table.astype(hidden.dtype))
@@ -146,6 +145,14 @@ def _forward(hidden, table, bias, labels, weights, steps, smoothing):
         )
     grads = hidden_grad, table_grad.T.astype(table.dtype), bias_grad.astype(bias.dtype), losses
     return total, grads
+
+
+def _table_gradient(hidden: jax.Array, error: jax.Array) -> jax.Array:
+    """Return the float32 `[embed, vocab]`. The logits' errors stand second: as first factor XLA transposes them all."""
+    if hidden.dtype == jnp.float32:
+        return jnp.einsum("bnd,bnv->dv", hidden, error)
+    # XLA for CPU does not have every bfloat16 product with a float32 result, but this one.
+    return jnp.einsum("bnv,bnd->vd", error, hidden, preferred_element_type=jnp.float32).T
 
 
 def _backward(steps, smoothing, grads, factor):
