@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from distaff.cli import COMMANDS, main
+from distaff.pretrained import FlaxPreTrainedModel
 from distaff.train.loop import FitResult
 
 # Modules that call `fit` and `evaluate`, and those that ask for checkpoints by name.
@@ -108,6 +109,22 @@ class HandOver:
         return self.seen.get(name)
 
 
+SHAPES: dict[Any, Any] = {}
+
+
+def shapes_once(inner):
+    """`inner`, the trace of a model for its shapes, made once a config: most of what a hand-over takes."""
+
+    def shapes(model):
+        fields = (model.param_dtype, model.dtype, model.module.scan_layers, model.input_shape)
+        key = (type(model), model.config.to_json_string(use_diff=False), *fields)
+        if key not in SHAPES:
+            SHAPES[key] = inner(model)
+        return SHAPES[key]
+
+    return shapes
+
+
 @contextlib.contextmanager
 def patched(record: HandOver):
     """The layers below are recorded instead of run."""
@@ -122,6 +139,7 @@ def patched(record: HandOver):
         for name in RESOLVING:
             module = importlib.import_module(name)
             patch.setattr(module, "resolve", record.recording("names", module.resolve))
+        patch.setattr(FlaxPreTrainedModel, "_shapes", shapes_once(FlaxPreTrainedModel._shapes))
         patch.setattr(datasets, "load_dataset", record.recording("datasets", datasets.load_dataset))
         patch.setattr(datasets.Dataset, "map", record.map(datasets.Dataset.map))
         yield
