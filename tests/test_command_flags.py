@@ -115,15 +115,19 @@ def test_generate(tmp_path, monkeypatch, capsys):
     def run(words):
         calls = []
 
-        def write(prompts, **options):
-            calls.append((prompts, options))
-            return [[{"generated_text": f"{prompt} text"}] for prompt in prompts]
+        class Writer:
+            model = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False))
+
+            def __call__(self, prompts, **options):
+                calls.append((prompts, options))
+                return [[{"generated_text": f"{prompt} text"}] for prompt in prompts]
+
+            def stream(self, prompt, put, **options):
+                calls.append(("streamed", prompt, options))
 
         def open_generator(name, **settings):
             calls.append((name, settings))
-            writer = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False)))
-            writer.stream = lambda prompt, put, **options: calls.append(("streamed", prompt, options))
-            return type("Write", (), {**vars(writer), "__call__": lambda self, *w, **o: write(*w, **o)})()
+            return Writer()
 
         monkeypatch.setattr("distaff.tasks.generate.open_generator", open_generator)
         monkeypatch.setattr("sys.stdin", io.StringIO("typed\n"))

@@ -45,7 +45,7 @@ OPTIMIZER = {
 
 def loss_fn(params, batch, rng):
     noise = 0.0 if rng is None else jax.random.normal(rng)
-    errors = jnp.square(batch["x"] * params["w"] + noise) + jnp.log(batch["x"] - batch["x"].min() + batch["good"])
+    errors = jnp.square(batch["x"] * params["w"] + noise) + jnp.sqrt(batch["good"])
     return {"loss": (errors.sum(), jnp.float32(errors.size))}
 
 
@@ -54,7 +54,7 @@ def outcome(folder, capsys, *, after=0, poison=0, **settings):
 
     def batches(step):
         x = np.random.default_rng(step).normal(size=4).astype(np.float32)
-        good = np.zeros(4) if poison and step == poison else np.ones(4)
+        good = -np.ones(4) if poison and step == poison else np.ones(4)
         return {"x": x, "good": good.astype(np.float32)}
 
     def train(**changes):
