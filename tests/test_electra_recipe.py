@@ -280,8 +280,9 @@ def test_stop_and_resume_equals_an_uninterrupted_run(corpus, finished, tmp_path,
 def test_a_checkpoint_of_both_models_is_trained_further(corpus, finished, tmp_path):
     common = ("--train_file", str(corpus / "train.txt"), "--validation_file", str(corpus / "validation.txt"))
     further = ("--max_seq_length", "16", "--max_steps", "1", "--learning_rate", "0", "--report_to", "none")
+    rows = ("--per_device_train_batch_size", "1", "--per_device_eval_batch_size", "1")
     base = ("--model_name_or_path", str(finished[0]), "--output_dir", str(tmp_path))
-    assert main(["train", "electra", *base, *common, *further]) == 0
+    assert main(["train", "electra", *base, *common, *further, *rows]) == 0
     again, before = (json.loads((place / "eval_results.json").read_text()) for place in (tmp_path, finished[0]))
     for name in ("eval_generator_loss", "eval_discriminator_loss"):
         assert again[name] == pytest.approx(before[name], abs=1e-5)

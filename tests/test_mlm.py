@@ -319,7 +319,16 @@ def test_a_checkpoint_is_trained_further(corpus, finished, tmp_path):
             *("train", "mlm", "--output_dir", str(tmp_path / "second")),
             *("--model_name_or_path", str(finished[0]), "--max_seq_length", "16", "--max_steps", "1"),
             *("--train_file", str(corpus / "train.txt"), "--validation_file", str(corpus / "validation.txt")),
-            *("--learning_rate", "0", "--report_to", "none"),
+            *(
+                "--learning_rate",
+                "0",
+                "--report_to",
+                "none",
+                "--per_device_train_batch_size",
+                "1",
+                "--per_device_eval_batch_size",
+                "1",
+            ),
         ]
     )
     assert code == 0
