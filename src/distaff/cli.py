@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -172,7 +172,7 @@ def parse(name: tuple[str, ...], command: Command, flags_class: Any, words: list
     return parsed[0]
 
 
-def recipe_words(name: str, known: Container[str], *, without: Container[str]) -> list[str]:
+def recipe_words(name: str, known: Collection[str], *, without: Container[str]) -> list[str]:
     """Return the flags of the .yaml file `name` as words of a command line, `without` some of them."""
     import yaml
 

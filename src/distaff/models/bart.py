@@ -168,7 +168,7 @@ class BartForConditionalGenerationModule(parts.ForConditionalGeneration):
         projection = super().projection(hidden)
         # A buffer in PyTorch, no parameter: it gets no gradient.
         bias = jax.lax.stop_gradient(self.final_logits_bias[0])
-        return projection.replace(bias=bias[: self.config.vocab_size])
+        return Projection(projection.hidden, projection.table, bias[: self.config.vocab_size])
 
 
 class BartClassificationHead(nn.Module):
