@@ -1,7 +1,6 @@
 """The recipes of T5's and BART's pretraining, from files to a folder, through the command line."""
 
 import json
-import shutil
 from functools import partial
 
 import jax
@@ -98,10 +97,8 @@ def test_stop_and_resume_equals_an_uninterrupted_run(recipe, flags, corpus, tmp_
     assert main([*words(), "--output_dir", str(tmp_path / "whole"), "--save_steps", "4"]) == 0
     parts = tmp_path / "parts"
     as_if_killed(tmp_path / "whole", parts, step=4)
-    for _ in range(2):
-        shutil.rmtree(parts / "checkpoints" / "10", ignore_errors=True)
-        again = ("--save_steps", "3", "--resume_from_checkpoint")
-        assert main([*words(), "--output_dir", str(parts), *again]) == 0
+    again = ("--save_steps", "3", "--resume_from_checkpoint")
+    assert main([*words(), "--output_dir", str(parts), *again]) == 0
     one, two = (CLASSES[recipe].from_pretrained(folder) for folder in (tmp_path / "whole", parts))
     for path, leaf in flatten(one.params).items():
         np.testing.assert_array_equal(leaf, flatten(two.params)[path], err_msg=path)

@@ -1,5 +1,7 @@
 """The ELECTRA recipe, from files to a folder, through the command line."""
 
+import contextlib
+import io
 import json
 import shutil
 
@@ -15,7 +17,16 @@ from distaff.cli import main
 from distaff.core.mesh import make_mesh
 from distaff.core.tree import flatten
 from distaff.data.masking import MlmMasking
-from distaff.tasks.electra import ElectraCollate, electra_loss, join, replace_tokens, row_keys, without_embeddings
+from distaff.tasks.electra import (
+    ElectraCollate,
+    ElectraFlags,
+    electra_loss,
+    generator_config,
+    join,
+    replace_tokens,
+    row_keys,
+    without_embeddings,
+)
 from distaff.tasks.tokenizer import TokenizerFlags
 from distaff.tasks.tokenizer import run as train_tokenizer
 from distaff.train import OptimizerConfig, create_state, make_optimizer, make_train_step, place_rows
@@ -208,9 +219,17 @@ def test_weighted_sums_do_not_depend_on_micro_batches():
 # Whole runs.
 
 
-def test_a_run_leaves_both_models(corpus, tmp_path, capsys):
-    assert electra(corpus, tmp_path / "out") == 0
-    folder = tmp_path / "out"
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory):
+    """The folder of a run that several tests read, and what it printed."""
+    folder, printed = tmp_path_factory.mktemp("run") / "out", io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        assert electra(corpus, folder, "--save_steps", 4) == 0
+    return folder, printed.getvalue()
+
+
+def test_a_run_leaves_both_models(corpus, finished, tmp_path):
+    folder, printed = finished
     discriminator = FlaxElectraForPreTraining.from_pretrained(folder)
     generator = FlaxElectraForMaskedLM.from_pretrained(folder / "generator")
     assert not discriminator.loading_report.new + generator.loading_report.new
@@ -224,8 +243,7 @@ def test_a_run_leaves_both_models(corpus, tmp_path, capsys):
     assert results["eval_loss"] == pytest.approx(wanted, rel=1e-5)
     assert 0.5 < results["eval_always_original"] < 1
     assert {"eval_accuracy", "eval_generator_perplexity"} <= results.keys()
-    text = capsys.readouterr()
-    assert "compilations: train_step 1, eval_step 1" in text.err + text.out
+    assert "compilations: train_step 1, eval_step 1" in printed
     # The figures come again from the folder, whatever the batch.
     for rows in (1, 3):
         flags = ("--max_seq_length", "16", "--validation_file", str(corpus / "validation.txt"))
@@ -245,34 +263,39 @@ def test_a_run_leaves_both_models(corpus, tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags", [(), ("--gradient_accumulation_steps", "2", "--streaming", "--num_eval_samples", "20")]
 )
-def test_stop_and_resume_equals_an_uninterrupted_run(corpus, tmp_path, flags):
-    assert electra(corpus, tmp_path / "whole", *flags, "--save_steps", 4) == 0
+def test_stop_and_resume_equals_an_uninterrupted_run(corpus, finished, tmp_path, flags):
+    whole = tmp_path / "whole" if flags else finished[0]
+    assert not flags or electra(corpus, whole, *flags, "--save_steps", 4) == 0
     parts = tmp_path / "parts"
-    shutil.copytree(tmp_path / "whole", parts)
+    shutil.copytree(whole, parts)
     shutil.rmtree(parts / "checkpoints" / "6")
     for name in ("model.safetensors", "all_results.json", "train_results.json", "eval_results.json"):
         (parts / name).unlink()
     shutil.rmtree(parts / "generator")
     assert electra(corpus, parts, *flags, "--save_steps", 4, "--resume_from_checkpoint") == 0
     for name in ("model.safetensors", "generator/model.safetensors"):
-        assert (parts / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+        assert (parts / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-def test_flags_change_what_is_trained(corpus, tmp_path):
-    """The generator's size by a part and by a config, the weight, and a checkpoint with both models."""
-    assert electra(corpus, tmp_path / "half", "--generator_size", 0.5, steps=1) == 0
-    assert FlaxElectraForMaskedLM.from_pretrained(tmp_path / "half" / "generator").config.hidden_size == 8
-    named = ("--generator_config_name", tmp_path / "half" / "generator")
-    assert electra(corpus, tmp_path / "light", *named, "--discriminator_weight", 1, steps=1) == 0
-    assert FlaxElectraForMaskedLM.from_pretrained(tmp_path / "light" / "generator").config.hidden_size == 8
-    heavy, light = (json.loads((tmp_path / name / "eval_results.json").read_text()) for name in ("half", "light"))
-    assert heavy["eval_loss"] > 5 * light["eval_loss"]
+def test_a_checkpoint_of_both_models_is_trained_further(corpus, finished, tmp_path):
     common = ("--train_file", str(corpus / "train.txt"), "--validation_file", str(corpus / "validation.txt"))
     further = ("--max_seq_length", "16", "--max_steps", "1", "--learning_rate", "0", "--report_to", "none")
-    base = ("--model_name_or_path", str(tmp_path / "half"), "--output_dir", str(tmp_path / "further"))
-    assert main(["train", "electra", *base, *common, *further]) == 0
-    again = json.loads((tmp_path / "further" / "eval_results.json").read_text())
-    assert again["eval_generator_loss"] == pytest.approx(heavy["eval_generator_loss"], abs=1e-5)
+    rows = ("--per_device_train_batch_size", "1", "--per_device_eval_batch_size", "1")
+    base = ("--model_name_or_path", str(finished[0]), "--output_dir", str(tmp_path))
+    assert main(["train", "electra", *base, *common, *further, *rows]) == 0
+    again, before = (json.loads((place / "eval_results.json").read_text()) for place in (tmp_path, finished[0]))
+    for name in ("eval_generator_loss", "eval_discriminator_loss"):
+        assert again[name] == pytest.approx(before[name], abs=1e-5)
+
+
+def test_the_generator_is_a_part_or_as_its_config_says(tmp_path):
+    discriminator, _ = models()
+    flags = ElectraFlags(generator_size=0.5)
+    small = generator_config(flags, discriminator.config, None)
+    assert (small.hidden_size, small.num_attention_heads, small.intermediate_size) == (8, 1, 16)
+    small.save_pretrained(tmp_path)
+    named = ElectraFlags(generator_config_name=str(tmp_path))
+    assert generator_config(named, discriminator.config, None).hidden_size == 8
 
 
 @pytest.mark.parametrize(

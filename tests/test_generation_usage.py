@@ -65,12 +65,12 @@ def test_few_programs_for_many_lengths_and_batches():
     batches = [[rng.integers(0, 60, rng.integers(1, 121)).tolist() for _ in range(size)] for size in sizes]
     for batch in batches:
         model.generate(batch, max_new_tokens=2, temperature=0.5 + rng.random(), do_sample=True, pad_token_id=62)
-    count = model._programs.whole._cache_size()
+    count = model._compiled.whole._cache_size()
     assert 2 <= count <= 8
     for batch in batches[:10]:
         limit = int(rng.integers(1, 4))
         model.generate(batch, max_new_tokens=limit, temperature=0.7, do_sample=True, pad_token_id=61)
-    assert model._programs.whole._cache_size() <= 12
+    assert model._compiled.whole._cache_size() <= 12
 
 
 def test_the_loop_ends_with_its_rows(model, prompts):

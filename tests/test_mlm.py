@@ -1,5 +1,7 @@
 """The masked LM recipe, from files to a folder, through the command line."""
 
+import contextlib
+import io
 import json
 import re
 import shutil
@@ -80,12 +82,21 @@ def logged(folder, *, timings=("seconds", "second", "memory")):
     return [{name: value for name, value in row.items() if not any(word in name for word in timings)} for row in rows]
 
 
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory):
+    """The folder of a run of ten steps that several tests read, and what it printed."""
+    folder, printed = tmp_path_factory.mktemp("run") / "out", io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        code = mlm(corpus, folder, "--report_to", "tensorboard", "--save_steps", 4, "--save_total_limit", 2)
+    assert code == 0
+    return folder, printed.getvalue()
+
+
 # What a run leaves.
 
 
-def test_a_run_leaves_a_folder_that_opens(corpus, tmp_path, capsys):
-    assert mlm(corpus, tmp_path / "out", "--report_to", "tensorboard", "--save_steps", 4, "--save_total_limit", 2) == 0
-    folder = tmp_path / "out"
+def test_a_run_leaves_a_folder_that_opens(finished):
+    folder, printed = finished
     names = {path.name for path in folder.iterdir()}
     assert names >= set(
         "config.json model.safetensors tokenizer.json README.md recipe.yaml train_results.json eval_results.json "
@@ -106,18 +117,16 @@ def test_a_run_leaves_a_folder_that_opens(corpus, tmp_path, capsys):
     saved = read_params(folder / "checkpoints" / "10", jax.eval_shape(lambda: model.params))
     for path, leaf in flatten(saved).items():
         np.testing.assert_array_equal(leaf, flatten(model.params)[path], err_msg=path)
-    text = capsys.readouterr()
-    assert "compilations: train_step 1, eval_step 1" in text.err + text.out
+    assert "compilations: train_step 1, eval_step 1" in printed
     assert len(pipeline("fill-mask", str(folder))("the cat <mask> on a mat")) == 5
 
 
-def test_eval_command_repeats_the_runs_figures(corpus, tmp_path, capsys):
-    assert mlm(corpus, tmp_path / "out") == 0
-    wanted = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+def test_eval_command_repeats_the_runs_figures(corpus, finished, tmp_path, capsys):
+    wanted = json.loads((finished[0] / "eval_results.json").read_text())
     for rows in (1, 3):
         code = main(
             [
-                *("eval", "mlm", "--model_name_or_path", str(tmp_path / "out"), "--max_seq_length", "16"),
+                *("eval", "mlm", "--model_name_or_path", str(finished[0]), "--max_seq_length", "16"),
                 *("--validation_file", str(corpus / "validation.txt"), "--per_device_eval_batch_size", str(rows)),
                 *("--output_dir", str(tmp_path / f"eval{rows}")),
             ]
@@ -203,29 +212,29 @@ def test_tokenizer_and_config_may_wait_in_the_folder(corpus, tmp_path, capsys):
     assert (tmp_path / "roberta-als" / "model.safetensors").exists()
 
 
-def test_results_are_those_of_the_run(corpus, tmp_path, capsys):
+def test_results_are_those_of_the_run(corpus, finished, tmp_path, capsys):
     """Whatever an earlier run left beside them."""
     folder = tmp_path / "out"
-    assert mlm(corpus, folder, steps=2) == 0
+    shutil.copytree(finished[0], folder)
     old = {name: (folder / name).read_text() for name in ("all_results.json", "eval_results.json")}
-    assert mlm(corpus, folder, "--resume_from_checkpoint", steps=4) == 0
+    assert mlm(corpus, folder, "--resume_from_checkpoint", steps=12) == 0
     wanted = json.loads((folder / "eval_results.json").read_text())
     # Killed after its last checkpoint, before the results; and a file that was cut short.
     (folder / "eval_results.json").write_text(old["eval_results.json"])
     (folder / "all_results.json").write_text(old["all_results.json"][:-20])
     recipe = (folder / "recipe.yaml").read_text()
-    assert mlm(corpus, folder, "--resume_from_checkpoint", steps=4) == 0
+    assert mlm(corpus, folder, "--resume_from_checkpoint", steps=12) == 0
     assert json.loads((folder / "eval_results.json").read_text()) == wanted
-    assert json.loads((folder / "all_results.json").read_text())["train_steps"] == 4
+    assert json.loads((folder / "all_results.json").read_text())["train_steps"] == 12
     assert f"{wanted['eval_loss']:.5g}" in (folder / "README.md").read_text()
     # Without its log it is measured again.
     (folder / "metrics.jsonl").unlink()
-    assert mlm(corpus, folder, "--resume_from_checkpoint", steps=4) == 0
+    assert mlm(corpus, folder, "--resume_from_checkpoint", steps=12) == 0
     assert json.loads((folder / "eval_results.json").read_text())["eval_loss"] == pytest.approx(wanted["eval_loss"])
     # A resume that is refused leaves everything as it was.
     capsys.readouterr()
     shape = SHAPE.replace("hidden_size=16", "hidden_size=32")
-    assert mlm(corpus, folder, "--resume_from_checkpoint", "--config_overrides", shape, steps=6) == 1
+    assert mlm(corpus, folder, "--resume_from_checkpoint", "--config_overrides", shape, steps=14) == 1
     assert "does not fit this run" in one_line(capsys)
     assert (folder / "recipe.yaml").read_text() == recipe
     # Other data is said, one setting at a time.
@@ -237,7 +246,7 @@ def test_results_are_those_of_the_run(corpus, tmp_path, capsys):
         "--train_file",
         corpus / "validation.txt",
     )
-    assert mlm(corpus, folder, "--resume_from_checkpoint", *other, steps=5) == 0
+    assert mlm(corpus, folder, "--resume_from_checkpoint", *other, steps=13) == 0
     warning = next(line for line in capsys.readouterr().err.splitlines() if "other data" in line)
     assert "batch_size was 8 and is 16" in warning
     assert "probability was 0.15 and is 0.2" in warning
@@ -304,27 +313,52 @@ def test_the_token_is_not_published(monkeypatch, spelling):
     assert "secret" not in line
 
 
-def test_a_checkpoint_is_trained_further(corpus, tmp_path):
-    assert mlm(corpus, tmp_path / "first", steps=30) == 0
+def test_a_checkpoint_is_trained_further(corpus, finished, tmp_path):
     code = main(
         [
             *("train", "mlm", "--output_dir", str(tmp_path / "second")),
-            *("--model_name_or_path", str(tmp_path / "first"), "--max_seq_length", "16", "--max_steps", "1"),
+            *("--model_name_or_path", str(finished[0]), "--max_seq_length", "16", "--max_steps", "1"),
             *("--train_file", str(corpus / "train.txt"), "--validation_file", str(corpus / "validation.txt")),
-            *("--learning_rate", "0", "--report_to", "none"),
+            *(
+                "--learning_rate",
+                "0",
+                "--report_to",
+                "none",
+                "--per_device_train_batch_size",
+                "1",
+                "--per_device_eval_batch_size",
+                "1",
+            ),
         ]
     )
     assert code == 0
-    first, second = (json.loads((tmp_path / name / "eval_results.json").read_text()) for name in ("first", "second"))
+    first, second = (
+        json.loads((folder / "eval_results.json").read_text()) for folder in (finished[0], tmp_path / "second")
+    )
     assert second["eval_loss"] == pytest.approx(first["eval_loss"], abs=1e-5)
 
 
-def test_recipe_file_and_flags_that_win(corpus, tmp_path, capsys):
-    assert mlm(corpus, tmp_path / "out", steps=2) == 0
+def test_recipe_file_and_flags_that_win(finished, tmp_path, capsys):
     again = tmp_path / "again.yaml"
-    again.write_text((tmp_path / "out" / "recipe.yaml").read_text())
+    again.write_text((finished[0] / "recipe.yaml").read_text())
     assert main(["train", "mlm", str(again), "--output_dir", str(tmp_path / "two"), "--max_steps", "3"]) == 0
     assert json.loads((tmp_path / "two" / "train_results.json").read_text())["train_steps"] == 3
+    # An evaluation passes over what is for training in a file, and refuses it on its command line.
+    evaluation = [
+        "eval",
+        "mlm",
+        str(again),
+        "--model_name_or_path",
+        str(finished[0]),
+        "--output_dir",
+        str(tmp_path / "e"),
+    ]
+    assert main(evaluation) == 0
+    found, wanted = (json.loads((place / "eval_results.json").read_text()) for place in (tmp_path / "e", finished[0]))
+    assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], abs=1e-6)
+    capsys.readouterr()
+    assert main([*evaluation, "--learning_rate=3"]) == 2
+    assert "--learning_rate is for training: leave it out of 'distaff eval mlm'" in one_line(capsys)
     again.write_text("learning_rat: 3\n")
     assert main(["train", "mlm", str(again)]) == 2
     assert "did you mean --learning_rate?" in capsys.readouterr().err

@@ -189,6 +189,21 @@ def test_cut_texts_keep_their_special_tokens_and_are_counted(load, caplog):
             )
 
 
+def test_pairs_are_tokenised_once(load, monkeypatch):
+    import distaff.data.pairs as module
+
+    calls, inner = [], module._encode_pairs
+    monkeypatch.setattr(module, "_encode_pairs", lambda *texts, **options: calls.append(1) or inner(*texts, **options))
+    dataset = load({"a.jsonl": lines([{"document": "a text", "summary": "text"}] * 3)})
+    lengths = {"max_source_length": 9, "max_target_length": 9}
+    found = [
+        tokenize_pairs(dataset, tokenizer=tokenizer_of("roberta"), **lengths, **options)["input_ids"][:]
+        for options in ({}, {}, {"overwrite_cache": True}, {"prefix": "x "})
+    ]
+    assert found[0] == found[1] == found[2] != found[3]
+    assert len(calls) == 3
+
+
 @pytest.mark.parametrize("kind", [MBartTokenizer, MBart50Tokenizer])
 def test_targets_have_the_tokens_of_their_language(load, kind):
     tokenizer = kind(src_lang="en_XX", tgt_lang="de_DE")

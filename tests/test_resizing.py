@@ -1,5 +1,6 @@
 """A vocabulary of another size: entries kept, new ones made, tied and untied heads and biases with it."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -111,3 +112,52 @@ def test_pad_token_beyond_the_vocabulary(tmp_path):
     model.resize_token_embeddings(65)
     found = continued(model, ids, mask, 10, say_positions=True)
     np.testing.assert_array_equal(found[:, ids.shape[1] :], run.outputs["sequences"][:, ids.shape[1] :])
+
+
+PADDED = [("bert", "masked_lm"), ("bert", "masked_lm_untied"), ("gpt2", "causal_lm"), ("gpt2", "causal_lm_untied")]
+PADDED += [("t5", "tiny_lm"), ("t5", "tiny_lm_v11_tie_broken"), ("bart", "tiny_lm")]
+
+
+@pytest.mark.parametrize(("family", "name"), PADDED)
+def test_padding_is_invisible(family, name, tmp_path):
+    """Rows up to a multiple of 16 for 61 entries: the same answers, losses and files as without them."""
+    _, model = load(family, name, tmp_path / "a")
+    _, padded = load(family, name, tmp_path / "b")
+    model.resize_token_embeddings(61)
+    padded.resize_token_embeddings(61, pad_to_multiple_of=16)
+    table = {path: leaf for path, leaf in padded._table.items() if "vocab" in leaf.axes}
+    assert all(64 in flatten(padded.params)[path].shape for path in table)
+    assert padded.config.vocab_size == 61
+    ids = np.array([[5, 60, 7, 8]], np.int32)
+    inputs = (ids, np.ones_like(ids), ids) if padded.config.is_encoder_decoder else (ids,)
+    found = padded(*inputs).logits
+    assert found.shape[-1] == 61
+    np.testing.assert_array_equal(found, model(*inputs).logits)
+    with pytest.raises(DataError, match="vocab_size is 61"):
+        padded(*(ids + 3 for ids in inputs))
+    gradients = jax.grad(lambda params: padded(*inputs, params=params).logits.sum())(padded.params)
+    for path, leaf in table.items():
+        rows = np.moveaxis(np.asarray(flatten(gradients)[path]), leaf.axes.index("vocab"), 0)
+        assert not rows[61:].any(), path
+    for each, folder in ((model, "plain"), (padded, "cut")):
+        each.save_pretrained(tmp_path / folder)
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes(), name
+
+
+def test_padding_comes_and_goes(tmp_path):
+    _, model = load("gpt2", "causal_lm", tmp_path / "a", mesh=make_mesh(data=4, tensor=2))
+    first = np.asarray(words(model))
+    model.resize_token_embeddings(61)
+    assert words(model).sharding.spec[0] is None  # 61 rows do not divide
+    model.resize_token_embeddings(61, pad_to_multiple_of=2)
+    assert words(model).shape[0] == 62
+    assert words(model).sharding.spec[0] == "tensor"
+    np.testing.assert_array_equal(words(model)[:61], first[:61])
+    prompt = np.array([[5, 6, 7]], np.int32)
+    longer = model.generate(prompt, max_new_tokens=5, eos_token_id=60).sequences
+    model.resize_token_embeddings(61)
+    assert words(model).shape[0] == 61
+    np.testing.assert_array_equal(model.generate(prompt, max_new_tokens=5, eos_token_id=60).sequences, longer)
+    with pytest.raises(UsageError, match="pad_to_multiple_of is 0"):
+        model.resize_token_embeddings(61, pad_to_multiple_of=0)

@@ -195,6 +195,17 @@ def test_saved_folders_and_datasets_that_are_not_there(tmp_path):
         load_texts(dataset_name=str(folder), split="nothing", cache_dir=tmp_path / "cache")
 
 
+@pytest.mark.parametrize("readme", ["", "---\nconfigs:\n- config_name: one\n  data_files: train.jsonl\n---\n"])
+def test_a_folder_of_files_is_read_again_when_it_changes(tmp_path, readme):
+    """`datasets` would take what a folder of the same name, or the same one, held before."""
+    for place, text in (("a", "first"), ("a", "second"), ("b", "third")):
+        folder = tmp_path / place / "set"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "README.md").write_text(readme)
+        (folder / "train.jsonl").write_text(json.dumps({"text": text}) + "\n")
+        assert texts_of(load_texts(dataset_name=str(folder), cache_dir=tmp_path / "cache")) == [text]
+
+
 def test_categories_of_pandas_are_strings(tmp_path):
     table = pa.table({"text": pa.array(["a", "b", None, "a"]).dictionary_encode()})
     pq.write_table(table, tmp_path / "a.parquet")

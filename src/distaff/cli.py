@@ -1,5 +1,6 @@
 """The command line. Each command is one line of the table below; its module is imported when it is called."""
 
+import argparse
 import difflib
 import importlib
 import io
@@ -7,7 +8,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -146,26 +147,36 @@ def parse(name: tuple[str, ...], command: Command, flags_class: Any, words: list
     """Return the flags of `words`, after those of a .yaml file that stands first."""
     from transformers import HfArgumentParser
 
+    from distaff.tasks._flags import TRAINING_ONLY
+
     class Parser(HfArgumentParser):
         def error(self, message: str):
             raise UsageError(f"{message[:1].upper()}{message[1:]}; see 'distaff {' '.join(name)} --help'.")
 
     # In an annotation its own: HfArgumentParser asks for types by name in the dataclass's module.
     parser: Any = Parser(flags_class, prog=f"distaff {' '.join(name)}", description=command.help, allow_abbrev=False)
-    known = {option for action in parser._actions for option in action.option_strings}
-    words = [*recipe_words(words, known), *words[1:]] if words and words[0].endswith((".yaml", ".yml")) else words
+    known = {option: action.dest for action in parser._actions for option in action.option_strings}
+    unused = TRAINING_ONLY if name[0] == "eval" else frozenset()
+    for action in parser._actions:
+        action.help = argparse.SUPPRESS if action.dest in unused else action.help
+    recipe = words[0] if words and words[0].endswith((".yaml", ".yml")) else None
+    words = words if recipe is None else words[1:]
+    for word in words:
+        if known.get(word.split("=")[0]) in unused:
+            raise UsageError(f"{word.split('=')[0]} is for training: leave it out of 'distaff {' '.join(name)}'.")
     words = _positional(command, words)
+    words = words if recipe is None else [*recipe_words(recipe, known, without=unused), *words]
     *parsed, left = parser.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
     if left:
         raise UsageError(_unknown(left[0], known, name))
     return parsed[0]
 
 
-def recipe_words(words: list[str], known: set[str]) -> list[str]:
-    """Return the flags of the .yaml file that `words` begin with, as words of a command line."""
+def recipe_words(name: str, known: Collection[str], *, without: Container[str]) -> list[str]:
+    """Return the flags of the .yaml file `name` as words of a command line, `without` some of them."""
     import yaml
 
-    path = Path(words[0])
+    path = Path(name)
     if not path.is_file():
         raise UsageError(f"There is no recipe '{path}': check its name.")
     try:
@@ -183,7 +194,7 @@ def recipe_words(words: list[str], known: set[str]) -> list[str]:
     for key, value in values.items():
         if f"--{key}" not in known:
             raise UsageError(_unknown(f"--{key}", known, (str(path),)))
-        if value is not None:
+        if value is not None and key not in without:
             found += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
     return found
 
@@ -268,7 +279,7 @@ def _positional(command: Command, words: list[str]) -> list[str]:
     return turned + rest
 
 
-def _unknown(word: str, known: set[str], where: tuple[str, ...]) -> str:
+def _unknown(word: str, known: Iterable[str], where: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(word.split("=")[0], known, 1)
     hint = f"did you mean {near[0]}?" if near else f"see 'distaff {' '.join(where)} --help'."
     return f"{' '.join(where)} has no flag {word}: {hint}"

@@ -1,6 +1,5 @@
 """`FlaxPreTrainedModel`: a config, a Linen module and its parameters, with loading, saving and publishing."""
 
-import copy
 import dataclasses
 import difflib
 import logging
@@ -29,7 +28,7 @@ from distaff.loading import (
     random_params,
     refuse_misfits,
 )
-from distaff.resizing import resize_token_embeddings
+from distaff.resizing import resize_token_embeddings, without_padding
 from distaff.weights import Leaf, Row, Tie, decays, generic_rows, leaves, tensors_to_write, unstacked_shapes
 
 logger = logging.getLogger(__name__)
@@ -299,12 +298,12 @@ class FlaxPreTrainedModel:
         flat = {path: np.asarray(jax.device_get(leaf)) for path, leaf in flatten(params).items()}
         refuse_misfits(flat, self.params_shape_tree, name=type(self).__name__)
         table = self._table or leaves(generic_rows(self.params_shape_tree))
+        config, flat = without_padding(self.config, flat, table)
         tensors = tensors_to_write(flat, table, save_format)
         if save_format == "safetensors":
             save_safetensors(folder, tensors, max_shard_size=max_shard_size)
         else:
             save_msgpack(folder, dict(tensors), max_shard_size=max_shard_size)
-        config = copy.deepcopy(self.config)
         config.architectures = [type(self).__name__.removeprefix("Flax")]
         config.dtype = next((leaf.dtype.name for leaf in flat.values() if is_floating(leaf)), None)
         config.save_pretrained(folder)

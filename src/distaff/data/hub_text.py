@@ -1,5 +1,6 @@
 """Texts of a dataset of the Hub, or of a folder that `save_to_disk` wrote."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -94,8 +95,22 @@ def _load(
     token: str | bool | None,
 ) -> Any:
     cache = None if cache_dir is None else str(cache_dir)
+    if Path(name).is_dir():
+        cache = str(_folder_cache(Path(name), cache_dir))
     with _explained(name):
         return datasets.load_dataset(name, config_name, split=split, cache_dir=cache, streaming=streaming, token=token)
+
+
+def _folder_cache(folder: Path, cache_dir: str | os.PathLike | None) -> Path:
+    """Return where the dataset of files in `folder` is cached, which depends on what they are now.
+
+    `datasets` itself knows a folder whose README.md names configurations by the last part of its path alone, and takes
+    what another folder of that name, or this one, held before.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:20]
+    return Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "distaff-folder" / key
 
 
 @contextmanager

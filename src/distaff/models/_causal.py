@@ -17,6 +17,7 @@ from distaff.nn.cache import Cache, empty_cache
 from distaff.nn.heads import Decoder
 from distaff.nn.mask import bias_of, causal_mask, padding_mask
 from distaff.nn.vocabulary import Projection
+from distaff.resizing import vocab_rows
 
 
 def causal_bias(hidden: jax.Array, attention_mask: jax.Array | None, cache: Cache | None) -> jax.Array:
@@ -67,9 +68,9 @@ class ForCausalLM(nn.Module):
             for part in self.table_path:
                 table = table[part]
         else:
-            fields = (self.config.vocab_size, hidden.shape[-1], self.initializer_range, self.param_dtype)
+            fields = (vocab_rows(self.config), hidden.shape[-1], self.initializer_range, self.param_dtype)
             table = Decoder(*fields, name="lm_head")()
-        projection = Projection(hidden, table)
+        projection = Projection.of(self.config.vocab_size, hidden, table)
         logits = projection if lazy_logits else projection.logits()
         return FlaxCausalLMOutputWithPast(logits, outputs.past_key_values, outputs.hidden_states, outputs.attentions)
 

@@ -19,6 +19,7 @@ from distaff.nn.embed import embedding as embedding_table
 from distaff.nn.heads import Decoder
 from distaff.nn.mask import bias_of, causal_mask, combine, padding_mask
 from distaff.nn.vocabulary import Projection
+from distaff.resizing import vocab_rows
 
 
 class StackInputs(NamedTuple):
@@ -54,7 +55,7 @@ class EncoderDecoder(nn.Module):
         """Make the parts."""
         config, dtypes = self.config, (self.dtype, self.param_dtype)
         self.shared = embedding_table(
-            config.vocab_size,
+            vocab_rows(config),
             config.d_model,
             initializer_range=self.embedding_range(),
             dtype=self.dtype,
@@ -212,11 +213,12 @@ class ForConditionalGeneration(HeadedEncoderDecoder):
         config = self.config
         if not config.tie_word_embeddings:
             initializer_range = self.model.embedding_range()
-            self.lm_head = Decoder(config.vocab_size, config.d_model, initializer_range, self.param_dtype)
+            self.lm_head = Decoder(vocab_rows(config), config.d_model, initializer_range, self.param_dtype)
 
     def projection(self, hidden: jax.Array) -> Projection:
         """Return the logits to be of `hidden` `[batch, length, embed]`."""
-        return Projection(hidden, self.model.shared.embedding if self.config.tie_word_embeddings else self.lm_head())
+        table = self.model.shared.embedding if self.config.tie_word_embeddings else self.lm_head()
+        return Projection.of(self.config.vocab_size, hidden, table)
 
     def decode(self, *inputs: Any, lazy_logits: bool = False, **options: Any) -> FlaxCausalLMOutputWithCrossAttentions:
         """Return logits `[batch, length, vocab]`, inputs as `EncoderDecoder.decode`.

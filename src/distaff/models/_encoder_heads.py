@@ -19,6 +19,7 @@ from distaff.nn.act import Activation
 from distaff.nn.dropout import Dropout
 from distaff.nn.heads import LMHead, gather_positions
 from distaff.nn.vocabulary import Projection
+from distaff.resizing import vocab_rows
 from distaff.weights import Row, linear, norm
 
 
@@ -86,6 +87,7 @@ class HeadModule(nn.Module):
             self.lm_features(),
             self.dtype,
             self.param_dtype,
+            vocab_rows(config),
             name="lm_head",
         )
         projection = head(hidden, tied)

@@ -22,6 +22,8 @@ COMMON_WITHOUT_EFFECT = frozenset(
     "finetuning_task tokenizer_class prefix bos_token_id eos_token_id sep_token_id decoder_start_token_id "
     "chunk_size_feed_forward gradient_checkpointing use_cache auto_map _attn_implementation_autoset "
     "_attn_implementation attn_implementation _commit_hash use_bfloat16 torchscript tf_legacy_loss "
+    # Private: how many rows the tables have (resizing.py).
+    "_padded_vocab_size "
     "num_labels _num_labels output_past directionality language custom_pipelines "
     # How to generate: read from a GenerationConfig, never by a module.
     "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "

@@ -54,7 +54,8 @@ class Generates(FlaxPreTrainedModel):
 
     # The options in the folder's file, None where the model comes from a config alone.
     generation_config: dict[str, Any] | None = None
-    _programs: Programs | None = None
+    # With the module that they are of: a model that was resized has another one.
+    _programs: tuple[Any, Programs] | None = None
 
     def generate(
         self,
@@ -128,10 +129,10 @@ class Generates(FlaxPreTrainedModel):
 
     @property
     def _compiled(self) -> Programs:
-        if self._programs is None:
+        if self._programs is None or self._programs[0] is not self.module:
             decoder = EncoderDecoder(self.module) if self._is_encoder_decoder else CausalDecoder(self.module)
-            self._programs = make_programs(decoder)
-        return self._programs
+            self._programs = self.module, make_programs(decoder)
+        return self._programs[1]
 
     def _inputs(self, ids, mask, options: Options, decoder_input_ids) -> tuple[Inputs, np.ndarray]:
         """Return the padded inputs, and the prompts `[batch, width]` that the sequences begin with."""

@@ -24,6 +24,7 @@ from distaff.nn.mask import bias_of
 from distaff.nn.norm import LayerNorm
 from distaff.nn.stack import Stack, StackOutputs
 from distaff.nn.vocabulary import Projection
+from distaff.resizing import vocab_rows
 from distaff.weights import Row, Tie, embedding, linear, norm, prefixed, repeated
 
 # What the config means.
@@ -160,14 +161,15 @@ class BartForConditionalGenerationModule(parts.ForConditionalGeneration):
     def setup_head(self) -> None:
         """Make the bias, and the projection where it is not tied."""
         super().setup_head()
-        shape = (1, self.config.vocab_size)
+        shape = (1, vocab_rows(self.config))
         self.final_logits_bias = self.param("final_logits_bias", nn.initializers.zeros, shape, self.param_dtype)
 
     def projection(self, hidden: jax.Array) -> Projection:
         """Return the logits to be of `hidden` `[batch, length, embed]`."""
         projection = super().projection(hidden)
         # A buffer in PyTorch, no parameter: it gets no gradient.
-        return Projection(projection.hidden, projection.table, jax.lax.stop_gradient(self.final_logits_bias[0]))
+        bias = jax.lax.stop_gradient(self.final_logits_bias[0])
+        return Projection(projection.hidden, projection.table, bias[: self.config.vocab_size])
 
 
 class BartClassificationHead(nn.Module):

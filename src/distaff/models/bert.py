@@ -20,6 +20,7 @@ from distaff.nn.layer import LayerInputs, TransformerLayer
 from distaff.nn.mask import bias_of, causal_mask, combine, padding_mask
 from distaff.nn.norm import LayerNorm
 from distaff.nn.stack import Stack
+from distaff.resizing import vocab_rows
 from distaff.weights import Row, Tie, embedding, linear, norm, prefixed, repeated
 
 # What the config means.
@@ -79,7 +80,7 @@ class BertEmbeddings(nn.Module):
             )
             return table(ids)
 
-        words = look_up("word_embeddings", config.vocab_size, input_ids)
+        words = look_up("word_embeddings", vocab_rows(config), input_ids)
         total = words if self.word_scale is None else words * self.word_scale
         total = total + look_up("token_type_embeddings", config.type_vocab_size, token_type_ids)
         total = total + look_up("position_embeddings", config.max_position_embeddings, position_ids)

@@ -17,6 +17,7 @@ from distaff.nn.embed import embedding as embedding_table
 from distaff.nn.layer import LayerInputs, TransformerLayer
 from distaff.nn.norm import LayerNorm
 from distaff.nn.stack import Stack
+from distaff.resizing import vocab_rows
 from distaff.weights import Row, Tie, conv1d, embedding, linear, norm, prefixed, repeated
 
 # What the config means.
@@ -84,7 +85,7 @@ class GPT2Module(nn.Module):
         config, cache = self.config, past_key_values
         dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         tables = {"initializer_range": config.initializer_range, **dtypes}
-        words = embedding_table(config.vocab_size, config.n_embd, **tables, name="wte")
+        words = embedding_table(vocab_rows(config), config.n_embd, **tables, name="wte")
         positions = embedding_table(config.n_positions, config.n_embd, **tables, name="wpe")
         if position_ids is None:
             position_ids = next_positions(input_ids, cache)

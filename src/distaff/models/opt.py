@@ -19,6 +19,7 @@ from distaff.nn.layer import LayerInputs, TransformerLayer
 from distaff.nn.mask import causal_mask, padding_mask
 from distaff.nn.norm import LayerNorm
 from distaff.nn.stack import Stack
+from distaff.resizing import vocab_rows
 from distaff.weights import Row, Tie, embedding, linear, norm, prefixed, repeated
 
 # What the config means.
@@ -126,7 +127,7 @@ class OPTModule(nn.Module):
         """Return `[batch, length, embed]`."""
         config = self.config
         tables = {"initializer_range": config.init_std, "dtype": self.dtype, "param_dtype": self.param_dtype}
-        words = embedding_table(config.vocab_size, config.word_embed_proj_dim, **tables, name="embed_tokens")
+        words = embedding_table(vocab_rows(config), config.word_embed_proj_dim, **tables, name="embed_tokens")
         count = config.max_position_embeddings + POSITION_OFFSET
         positions = embedding_table(count, config.hidden_size, **tables, name="embed_positions")
         hidden = words(input_ids)

@@ -34,7 +34,8 @@ class Decoder(nn.Module):
 class LMHead(nn.Module):
     """Transform, norm and projection to the vocabulary (Devlin et al. 2019), tied to the embeddings or not.
 
-    features: width after the transform, by default that of the hidden states.
+    features: width after the transform, by default that of the hidden states. rows: of the weights, where they are
+    padded beyond the vocabulary.
     """
 
     vocab_size: int
@@ -44,6 +45,7 @@ class LMHead(nn.Module):
     features: int | None = None
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
+    rows: int | None = None
 
     @nn.compact
     def __call__(self, hidden: jax.Array, tied_embedding: jax.Array | None) -> Projection:
@@ -52,12 +54,13 @@ class LMHead(nn.Module):
         dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         hidden = nn.Dense(self.features or hidden.shape[-1], kernel_init=init, **dtypes, name="dense")(hidden)
         hidden = LayerNorm(eps=self.norm_eps, **dtypes, name="norm")(ACTIVATIONS[self.activation](hidden))
-        bias = self.param("bias", nn.initializers.zeros, (self.vocab_size,), self.param_dtype)
+        rows = self.rows or self.vocab_size
+        bias = self.param("bias", nn.initializers.zeros, (rows,), self.param_dtype)
         table = tied_embedding
         if table is None:
-            fields = (self.vocab_size, hidden.shape[-1], self.initializer_range, self.param_dtype)
+            fields = (rows, hidden.shape[-1], self.initializer_range, self.param_dtype)
             table = Decoder(*fields, name="decoder")()
-        return Projection(hidden, table, bias)
+        return Projection.of(self.vocab_size, hidden, table, bias)
 
 
 class Pooler(nn.Module):

@@ -25,6 +25,13 @@ class Projection:
     table: jax.Array
     bias: jax.Array | None = None
 
+    @classmethod
+    def of(cls, vocab: int, hidden: jax.Array, table: jax.Array, bias: jax.Array | None = None) -> "Projection":
+        """Return the projection on the first `vocab` rows; those behind are padding, which nothing may predict."""
+        if len(table) == vocab:
+            return cls(hidden, table, bias)
+        return cls(hidden, table[:vocab], None if bias is None else bias[:vocab])
+
     def logits(self) -> jax.Array:
         """Return `[batch, positions, vocab]`, in the dtype of `hidden`."""
         # So written, XLA multiplies a single row 1.6 times as fast on CPU as with an einsum over the table's rows.

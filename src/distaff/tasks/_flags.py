@@ -13,6 +13,15 @@ from distaff.train.log import check_reporters, installed_reporters
 from distaff.train.optim import check_optimizer
 
 SECRET_FLAGS = ("hub_token",)
+# What an evaluation has no use for: 'distaff eval' refuses it, and passes it over in the recipe.yaml of a training.
+TRAINING_ONLY = frozenset(
+    "model_type gradient_checkpointing overwrite_output_dir resume_from_checkpoint do_train "
+    "per_device_train_batch_size gradient_accumulation_steps learning_rate weight_decay adam_beta1 adam_beta2 "
+    "adam_epsilon adafactor max_grad_norm lr_scheduler_type warmup_steps num_train_epochs max_steps logging_steps "
+    "eval_steps save_steps save_total_limit debug_nans report_to push_to_hub hub_model_id hub_private_repo "
+    "max_train_samples streaming num_train_steps num_eval_samples shuffle_buffer_size preview "
+    "label_smoothing_factor".split()
+)
 
 
 def flag(default: Any, text: str, **argparse: Any) -> Any:

@@ -1,0 +1,212 @@
+"""Every flag of the commands that are no recipes changes what they write, print or ask for (recipes: test_flags.py)."""
+
+import io
+import json
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from distaff.cli import COMMANDS, main
+from flag_cases import flags_of
+from recipe_cases import sentences
+
+HERE = {
+    "tokenizer": ("tokenizer", "train"),
+    "config": ("config", "create"),
+    "generate": ("generate",),
+    "fill-mask": ("predict", "fill-mask"),
+    "push": ("push",),
+    "quickstart": ("quickstart",),
+}
+
+
+def test_every_command_is_here():
+    assert set(HERE.values()) == {name for name in COMMANDS if name[0] not in ("train", "eval")}
+
+
+def written(folder):
+    """The files below a folder, by name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_all_change(name, table, run):
+    """`run(words)` tells what a command does; each flag of the table gives something else than the words beside it."""
+    assert table.keys() == flags_of(HERE[name])
+    for flag, (words, also) in table.items():
+        assert run([*also.split(), f"--{flag}", *words.split()]) != run(also.split()), flag
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for name, seed in (("a", 0), ("b", 1)):
+        lines = [f"{text.title()}." for text in sentences(40, seed)]
+        (folder / f"{name}.txt").write_text("\n".join(lines))
+        (folder / name).mkdir()
+        rows = [{"text": line, "more": line.upper()} for line in lines]
+        (folder / name / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}/train.jsonl\n" for name in "ab")
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    return folder
+
+
+def test_tokenizer_train(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows, base = f"--train_file {corpus}/a/train.jsonl", f"--train_file {corpus}/a.txt"
+    count = iter(range(1000))
+
+    def run(words):
+        folder = tmp_path / str(next(count))
+        (folder / "occupied").mkdir(parents=True)
+        (folder / "occupied" / "tokenizer.json").write_text("{}")
+        words = [word.replace("FOLDER", str(folder)) for word in words]
+        code = main(["tokenizer", "train", "--output_dir", str(folder / "out"), "--vocab_size", "330", *words])
+        return code, written(folder)
+
+    table = {
+        "output_dir": ("FOLDER/other", base),
+        "train_file": (f"{corpus}/b.txt", base),
+        "dataset_name": (str(corpus / "a"), ""),
+        "dataset_config_name": ("b", f"--dataset_name {corpus}"),
+        "text_column": ("more", rows),
+        "max_train_samples": ("4", base),
+        "algorithm": ("wordpiece", base),
+        "vocab_size": ("300", base),
+        "min_frequency": ("20", base),
+        "special_tokens": ("<x>", base),
+        "lowercase": ("", base),
+        "model_max_length": ("64", base),
+        "overwrite_output_dir": ("", f"{base} --output_dir FOLDER/occupied"),
+    }
+    assert_all_change("tokenizer", table, run)
+
+
+def test_config_create(corpus, tmp_path):
+    tokenizer = tmp_path / "tokenizer"
+    words = ["--train_file", str(corpus / "a.txt"), "--vocab_size", "300", "--output_dir", str(tokenizer)]
+    assert main(["tokenizer", "train", *words]) == 0
+    assert main(["config", "create", "--model_type", "gpt2", "--output_dir", str(tmp_path / "gpt2")]) == 0
+    count = iter(range(1000))
+
+    def run(words):
+        folder = tmp_path / str(next(count))
+        (folder / "occupied").mkdir(parents=True)
+        (folder / "occupied" / "config.json").write_text("{}")
+        words = [word.replace("FOLDER", str(folder)) for word in words]
+        return main(["config", "create", "--output_dir", str(folder / "out"), *words]), written(folder)
+
+    bert = "--model_type bert"
+    table = {
+        "output_dir": ("FOLDER/other", bert),
+        "model_type": ("roberta", bert),
+        "config_name": (str(tmp_path / "gpt2"), ""),
+        "tokenizer_name": (str(tokenizer), bert),
+        "config_overrides": ("hidden_size=24", bert),
+        "overwrite_output_dir": ("", f"{bert} --output_dir FOLDER/occupied"),
+    }
+    assert_all_change("config", table, run)
+
+
+def test_generate(tmp_path, monkeypatch, capsys):
+    """Options reach the model, which refuses those that it has no use for (test_generation_usage)."""
+    (tmp_path / "prompts.txt").write_text("from a file\n")
+
+    def run(words):
+        calls = []
+
+        class Writer:
+            model = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False))
+
+            def __call__(self, prompts, **options):
+                calls.append((prompts, options))
+                return [[{"generated_text": f"{prompt} text"}] for prompt in prompts]
+
+            def stream(self, prompt, put, **options):
+                calls.append(("streamed", prompt, options))
+
+        def open_generator(name, **settings):
+            calls.append((name, settings))
+            return Writer()
+
+        monkeypatch.setattr("distaff.tasks.generate.open_generator", open_generator)
+        monkeypatch.setattr("sys.stdin", io.StringIO("typed\n"))
+        code = main(["generate", "--model_name_or_path", "model", *words])
+        for call in calls:
+            key = call[-1].get("prng_key")
+            call[-1].update({} if key is None else {"prng_key": jax.random.key_data(key).tolist()})
+        return code, calls, capsys.readouterr().out
+
+    numbers = "max_new_tokens max_length min_new_tokens top_k num_beams num_return_sequences no_repeat_ngram_size"
+    floats = "temperature top_p min_p typical_p length_penalty repetition_penalty"
+    table = dict.fromkeys(numbers.split(), ("3", "")) | dict.fromkeys(floats.split(), ("0.5", ""))
+    table |= {
+        "model_name_or_path": ("other", ""),
+        "prompt": ("one", ""),
+        "prompt_file": (str(tmp_path / "prompts.txt"), ""),
+        "do_sample": ("True", ""),
+        "early_stopping": ("never", ""),
+        "stop_strings": ("x", ""),
+        "seed": ("3", "--seed 2"),
+        "batch_size": ("2", ""),
+        "dtype": ("bfloat16", ""),
+        "json": ("", ""),
+    }
+    assert_all_change("generate", table, run)
+    for name in (*numbers.split(), *floats.split()):
+        _, calls, _ = run([f"--{name}", "2"])
+        assert calls[-1][-1][name] == 2, name
+
+
+def test_fill_mask(monkeypatch, capsys):
+    def run(words):
+        def fill(text):
+            return [{"token_str": text, "score": 0.5}]
+
+        calls = []
+        monkeypatch.setattr("distaff.tasks.predict.pipeline", lambda *w, **o: calls.append((w, o)) or fill)
+        monkeypatch.setattr("sys.stdin", io.StringIO("typed\n"))
+        return main(["predict", "fill-mask", "--model_name_or_path", "model", *words]), calls, capsys.readouterr().out
+
+    table = {"model_name_or_path": ("other", ""), "texts": ("one", ""), "top_k": ("2", ""), "json": ("", "")}
+    assert_all_change("fill-mask", table, run)
+
+
+def test_push(monkeypatch):
+    def run(words):
+        calls = []
+        monkeypatch.setattr("distaff.tasks.push.push_folder", lambda *w, **o: calls.append((w, o)) or "address")
+        return main(["push", "--folder", "one", "--repo_id", "me/one", *words]), calls
+
+    table = {
+        "folder": ("two", ""),
+        "repo_id": ("me/two", ""),
+        "token": ("hf_x", ""),
+        "private": ("True", ""),
+        "commit_message": ("Why", ""),
+    }
+    assert_all_change("push", table, run)
+
+
+def test_quickstart(tmp_path, monkeypatch):
+    count = iter(range(1000))
+
+    def run(words):
+        folder = tmp_path / str(next(count))
+        (folder / "occupied").mkdir(parents=True)
+        (folder / "occupied" / "notes.txt").write_text("mine")
+        calls = []
+        monkeypatch.setattr("distaff.quickstart.train", lambda flags: calls.append(vars(flags)) or 1)
+        monkeypatch.setattr("distaff.quickstart.train_tokenizer", lambda flags: calls.append(vars(flags)))
+        monkeypatch.setattr("distaff.quickstart.complete_steps", lambda path: [3])
+        words = [word.replace("FOLDER", str(folder)) for word in words]
+        code = main(["quickstart", "--output_dir", str(folder / "out"), *words])
+        return code, [{name: str(value).replace(str(folder), "") for name, value in call.items()} for call in calls]
+
+    table = {
+        "output_dir": ("FOLDER/other", ""),
+        "max_steps": ("7", ""),
+        "resume_from_checkpoint": ("", "--output_dir FOLDER/occupied"),
+        "overwrite_output_dir": ("", "--output_dir FOLDER/occupied"),
+    }
+    assert_all_change("quickstart", table, run)

@@ -1,0 +1,395 @@
+"""Every flag of every command changes something that is used: what is trained on, the program, the update, a file.
+
+A recipe is run up to where it hands its work to `fit` or `evaluate`, and what it hands over is compared with and
+without the flag. That `fit` and the optimizer then do what their settings say is shown below for each setting.
+A flag without an entry here fails.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+
+import datasets
+import pytest
+from transformers import AutoConfig
+
+from distaff.cli import COMMANDS, main
+from flag_cases import flags_of, hand_over
+from pair_cases import pairs, write_rows
+from recipe_cases import sentences
+
+SHAPE = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,max_position_embeddings=34"
+T5 = "d_model=16,d_kv=8,d_ff=32,num_layers=1,num_decoder_layers=1,num_heads=2"
+BART = (
+    "d_model=16,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,decoder_attention_heads=2,"
+    "encoder_ffn_dim=32,decoder_ffn_dim=32,max_position_embeddings=34"
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a recipe is called: a tiny model, another type of the same shape, a change of its config, and its data."""
+
+    model_type: str
+    shape: str
+    other_type: str
+    change: str
+    length: tuple[str, ...]
+    data: str = "txt"
+
+    @property
+    def pairs(self) -> bool:
+        return self.data != "txt"
+
+
+ROWS, SOURCES = ("--max_seq_length", "16"), ("--max_source_length", "24", "--max_target_length", "24")
+RECIPES = {
+    "mlm": Recipe("roberta", f"{SHAPE},intermediate_size=32", "bert", "layer_norm_eps=0.5", ROWS),
+    "electra": Recipe("electra", f"{SHAPE},intermediate_size=32,embedding_size=8", "bert", "layer_norm_eps=0.5", ROWS),
+    "clm": Recipe("gpt2", SHAPE, "opt", "layer_norm_epsilon=0.5", ("--block_size", "16")),
+    "t5-mlm": Recipe("t5", T5, "mt5", "layer_norm_epsilon=0.5", ROWS),
+    "bart-dlm": Recipe("bart", BART, "mbart", "activation_function=relu", ROWS),
+    "summarization": Recipe("t5", T5, "mt5", "layer_norm_epsilon=0.5", SOURCES, "summary"),
+    "translation": Recipe("bart", BART, "mbart", "activation_function=relu", SOURCES, "translation"),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Files, datasets and tokenizers by name; what a flag's words say in braces."""
+    folder = tmp_path_factory.mktemp("flags")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        make_corpus(folder)
+        yield folder
+
+
+def make_corpus(folder):
+    for name, count, seed in (("train", 80, 0), ("other", 70, 5), ("validation", 30, 1)):
+        texts = [f"{text}." for text in sentences(count, seed)]
+        (folder / f"{name}.txt").write_text("\n".join(texts) + "\n")
+        write_rows(folder / f"{name}.jsonl", [{"text": text, "more": text.upper()} for text in texts])
+        shown = pairs(count, seed)
+        write_rows(folder / f"{name}-summary.jsonl", [{"document": a, "summary": b, "text": b} for a, b in shown])
+        nested = [{"translation": {"en": a, "de": b, "fr": b.upper()}} for a, b in shown]
+        write_rows(folder / f"{name}-translation.jsonl", nested)
+    for kind in ("", "-summary", "-translation"):
+        write_set(folder, kind)
+    sentinels = ",".join(f"<extra_id_{number}>" for number in range(8))
+    words = ("tokenizer", "train", "--special_tokens", sentinels, "--vocab_size", "320")
+    for name in ("train", "other"):
+        output = ("--output_dir", str(folder / f"{name}-tokenizer"))
+        assert main([*words, "--train_file", str(folder / f"{name}.txt"), *output]) == 0
+
+
+def write_set(folder, kind):
+    """A dataset with two configurations, without a Hub."""
+    path = folder / f"set{kind}"
+    path.mkdir()
+    configs = []
+    for name, source in (("first", "other"), ("second", "validation")):
+        (path / f"{name}.jsonl").write_text((folder / f"{source}{kind}.jsonl").read_text())
+        default = "  default: true\n" if name == "first" else ""
+        configs.append(f"- config_name: {name}\n  data_files: {name}.jsonl\n{default}")
+    (path / "README.md").write_text("---\nconfigs:\n" + "".join(configs) + "---\n")
+
+
+class Case:
+    """Words that stand behind a flag, what they change, and words that stand beside them in both runs.
+
+    refused: the error, for a flag that leaves nothing else to be given.
+    """
+
+    def __init__(self, words, *changed, also="", refused=""):
+        self.words, self.changed, self.also, self.refused = words, changed, also, refused
+
+
+SHARED = {
+    "model_name_or_path": Case("{seeded}", "params"),
+    "model_type": Case("{other_type}", "params"),
+    "config_name": Case("{config}", "program"),
+    "tokenizer_name": Case("{other_tokenizer}", "train"),
+    "config_overrides": Case("{shape},{change}", "program"),
+    "model_revision": Case("main", "names", also="--model_name_or_path {checkpoint}"),
+    "cache_dir": Case("{cache}", "cache"),
+    "dtype": Case("bfloat16", "program"),
+    "param_dtype": Case("bfloat16", "params"),
+    "gradient_checkpointing": Case("", "program"),
+    "scan_layers": Case("", "params"),
+    "output_dir": Case("{fresh}", "files", also="--output_dir {unused}"),
+    "overwrite_output_dir": Case("", "code", also="--output_dir {occupied}"),
+    "resume_from_checkpoint": Case("", "code", also="--output_dir {occupied}"),
+    "do_train": Case("False", "called", also="--model_name_or_path {checkpoint}"),
+    "do_eval": Case("False", "eval"),
+    "num_train_epochs": Case("2", "loop", also="--max_steps -1"),
+    "seed": Case("7", "params", "train"),
+    "push_to_hub": Case("", "published"),
+    "hub_model_id": Case("me/mine", "published", also="--push_to_hub"),
+    "hub_private_repo": Case("True", "published", also="--push_to_hub"),
+    "hub_token": Case("hf_x", "published", "names", also="--push_to_hub"),
+    "dataset_name": Case("{set} --train_file=", "train"),
+    "dataset_config_name": Case("second", "train", also="--dataset_name {set} --train_file="),
+    "train_file": Case("{other}", "train"),
+    "validation_file": Case("{other}", "eval"),
+    "validation_split_percentage": Case("30", "eval", also="--validation_file= --train_file {rows}"),
+    "preprocessing_num_workers": Case("2", "tokenising", also="--train_file {rows}"),
+    "overwrite_cache": Case("", "tokenising"),
+    "max_train_samples": Case("40", "train", also="--train_file {rows}"),
+    "max_eval_samples": Case("9", "eval", also="--validation_file {validation_rows}"),
+}
+TEXTS = {
+    "text_column": Case("more", "train", also="--train_file {rows} --validation_file {validation_rows}"),
+    "streaming": Case("", "train"),
+    "num_train_steps": Case("5", "loop", also="--max_steps -1"),
+    "num_eval_samples": Case(
+        "12", "eval", also="--streaming --validation_file= --train_file {rows} --num_eval_samples 30"
+    ),
+    "shuffle_buffer_size": Case("2", "train", also="--streaming"),
+}
+LENGTH = {"max_seq_length": Case("12", "train")}
+DOCUMENTS = {"keep_linebreaks": Case("False", "train")}
+DENOISED = {
+    **LENGTH,
+    **DOCUMENTS,
+    "preview": Case("2", "called", "printed", "files"),
+    "mlm_probability": Case("0.4", "train"),
+}
+MASKED = {
+    **LENGTH,
+    "line_by_line": Case("", "train"),
+    "pad_to_max_length": Case("False", "train", also="--line_by_line --max_seq_length 32"),
+    "mlm_probability": Case("0.4", "train"),
+    "whole_word_mask": Case("", "train"),
+}
+PREDICTING = "--do_predict --test_file {test}"
+PAIRED = {
+    "test_file": Case("{other}", "generated", also=PREDICTING),
+    "skip_blank_pairs": Case("", "code", "called", also="--validation_file {blank}"),
+    "source_prefix": Case("say:", "train"),
+    "max_source_length": Case("6", "train"),
+    "max_target_length": Case("5", "train", "eval"),
+    "val_max_target_length": Case("5", "eval"),
+    "pad_to_max_length": Case("False", "train"),
+    "max_predict_samples": Case("4", "generated", also=PREDICTING),
+    "label_smoothing_factor": Case("0.1", "program"),
+    "predict_with_generate": Case("", "generated"),
+    "num_beams": Case("3", "generated", also="--predict_with_generate"),
+    "do_predict": Case("", "generated", "files", also="--test_file {test}"),
+}
+OWN = {
+    "mlm": {**TEXTS, **MASKED},
+    "electra": {
+        "model_type": Case(
+            "bert", "called", also="--config_overrides hidden_size=16", refused="needs an electra config"
+        ),
+        **TEXTS,
+        **MASKED,
+        "generator_size": Case("0.5", "params"),
+        "generator_config_name": Case("{generator}", "params"),
+        "discriminator_weight": Case("2", "program"),
+    },
+    "clm": {
+        **TEXTS,
+        **DOCUMENTS,
+        "block_size": Case("12", "train"),
+        "segment_documents": Case("", "program", also="--keep_linebreaks False"),
+    },
+    "t5-mlm": {**TEXTS, **DENOISED, "mean_noise_span_length": Case("1", "train", also="--mlm_probability 0.3")},
+    "bart-dlm": {
+        **TEXTS,
+        **DENOISED,
+        "poisson_lambda": Case("1", "train"),
+        "permute_sentence_ratio": Case("0", "train"),
+    },
+    "summarization": {
+        **PAIRED,
+        "text_column": Case("text", "train"),
+        "summary_column": Case("document", "train"),
+    },
+    "translation": {
+        **PAIRED,
+        "source_lang": Case("fr", "train"),
+        "target_lang": Case("fr", "train"),
+    },
+}
+# Where an evaluation takes other words; elsewhere "train" is "eval" there.
+UNTIED = Case("7", "params", also="--config_overrides tie_word_embeddings=false")  # the file lacks the head
+EVALUATION = {
+    "config_overrides": Case("{change}", "program"),
+    "do_eval": Case("False", "called", refused="nothing is left to do"),
+    "seed": Case("7", "eval"),
+    "hub_token": Case("hf_x", "names"),
+    "dataset_name": Case("{set}", "eval", also="--validation_file="),
+    "dataset_config_name": Case("second", "eval", also="--dataset_name {set} --validation_file="),
+    "train_file": Case("{other_rows}", "eval", also="--validation_file= --train_file {rows}"),
+    "preprocessing_num_workers": Case("2", "tokenising", also="--validation_file {validation_rows}"),
+}
+EVALUATION_OWN = {
+    "electra": {
+        "generator_size": Case("0.5", "params", also="--model_name_or_path {alone}"),
+        "generator_config_name": Case("{generator}", "params", also="--model_name_or_path {alone}"),
+    },
+    "clm": {"seed": UNTIED},
+    # Rows with one span have it at their end.
+    "t5-mlm": {"seed": Case("7", "eval", also="--mlm_probability 0.3 --mean_noise_span_length 1")},
+    "summarization": {"seed": UNTIED, "do_eval": Case("False", "called", also=PREDICTING)},
+    "translation": {"seed": UNTIED, "do_eval": Case("False", "called", also=PREDICTING)},
+}
+# Numbers of the loop and the optimizer, all given at once: each reaches the setting that bears its meaning.
+NUMBERS = {
+    "per_device_train_batch_size": ("2", "rows", None, 2 * 8 * 3),
+    "per_device_eval_batch_size": ("3", "eval_rows", None, 3 * 8),
+    "gradient_accumulation_steps": ("3", "loop", "accumulation", 3),
+    "max_steps": ("17", "loop", "total_steps", 17),
+    "logging_steps": ("4", "loop", "log_every", 4),
+    "eval_steps": ("5", "loop", "eval_every", 5),
+    "save_steps": ("6", "loop", "save_every", 6),
+    "save_total_limit": ("2", "loop", "save_total_limit", 2),
+    "seed": ("7", "loop", "seed", 7),
+    "overwrite_output_dir": ("True", "loop", "overwrite", True),
+    "resume_from_checkpoint": ("newest", "loop", "resume", "newest"),
+    "debug_nans": ("True", "loop", "debug_nans", True),
+    "report_to": ("tensorboard", "loop", "report_to", ("tensorboard",)),
+    "learning_rate": ("0.25", "optimizer", "learning_rate", 0.25),
+    "weight_decay": ("0.5", "optimizer", "weight_decay", 0.5),
+    "adam_beta1": ("0.7", "optimizer", "adam_beta1", 0.7),
+    "adam_beta2": ("0.8", "optimizer", "adam_beta2", 0.8),
+    "adam_epsilon": ("0.125", "optimizer", "adam_epsilon", 0.125),
+    "adafactor": ("True", "optimizer", "adafactor", True),
+    "max_grad_norm": ("2.5", "optimizer", "max_grad_norm", 2.5),
+    "lr_scheduler_type": ("cosine", "optimizer", "lr_scheduler_type", "cosine"),
+    "warmup_steps": ("3", "optimizer", "warmup_steps", 3),
+}
+
+
+class Bench:
+    """One recipe's runs."""
+
+    def __init__(self, name, corpus, folder, capsys):
+        self.name, self.recipe, self.corpus, self.folder, self.capsys = name, RECIPES[name], corpus, folder, capsys
+        self.runs = {}
+        kind = f"-{self.recipe.data}.jsonl" if self.recipe.pairs else ".txt"
+        rows = f"-{self.recipe.data}.jsonl" if self.recipe.pairs else ".jsonl"
+        self.places = {
+            "other_type": self.recipe.other_type,
+            "shape": self.recipe.shape,
+            "change": self.recipe.change,
+            "other_tokenizer": corpus / "other-tokenizer",
+            "train": corpus / f"train{kind}",
+            "other": corpus / f"other{kind}",
+            "validation": corpus / f"validation{kind}",
+            "rows": corpus / f"train{rows}",
+            "other_rows": corpus / f"other{rows}",
+            "validation_rows": corpus / f"validation{rows}",
+            "test": corpus / f"validation{rows}",
+            "set": corpus / f"set{kind.removesuffix('.jsonl').removesuffix('.txt')}",
+        }
+
+    def prepare(self):
+        """Make checkpoints and configs of the recipe's own."""
+        self.places["checkpoint"] = self.run("train").folder / "fresh"
+        self.places["seeded"] = self.run("train", "--seed", "7").folder / "fresh"
+        config = AutoConfig.from_pretrained(self.places["checkpoint"])
+        config.update_from_string(self.recipe.change)
+        config.save_pretrained(self.folder / "config")
+        self.places["config"] = self.folder / "config"
+        if self.recipe.pairs:
+            blank = {"document": "a", "summary": "", "translation": {"en": "a", "de": ""}}
+            rows = (self.corpus / f"validation-{self.recipe.data}.jsonl").read_text()
+            self.places["blank"] = self.folder / "blank.jsonl"
+            self.places["blank"].write_text(f"{rows}{json.dumps(blank)}\n")
+        if self.name == "electra":
+            self.places["alone"] = self.folder / "alone"
+            shutil.copytree(self.places["checkpoint"], self.places["alone"])
+            shutil.rmtree(self.places["alone"] / "generator")
+            config.update_from_string("hidden_size=8")
+            config.save_pretrained(self.folder / "generator")
+            self.places["generator"] = self.folder / "generator"
+
+    def run(self, command, *words):
+        """What a run hands over; a run is made once."""
+        key = (command, *words)
+        if key not in self.runs:
+            folder = self.folder / str(len(self.runs))
+            (folder / "occupied").mkdir(parents=True)
+            (folder / "occupied" / "recipe.yaml").write_text("{}")
+            names = {name: folder / name for name in ("fresh", "unused", "occupied", "cache")} | self.places
+            filled = [word.format_map(names) for word in (*self.base(command).split(), *words)]
+            self.runs[key] = hand_over([command, self.name, *filled], self.capsys, folder)
+            self.runs[key].folder = folder
+        return self.runs[key]
+
+    def base(self, command):
+        words = f"--validation_file {{validation}} --per_device_eval_batch_size 1 {' '.join(self.recipe.length)}"
+        words += " --source_lang en --target_lang de" if self.name == "translation" else ""
+        if command == "eval":
+            return f"{words} --model_name_or_path {{checkpoint}} --output_dir {{unused}}"
+        words += " --train_file {train} --per_device_train_batch_size 1 --max_steps 6 --report_to none"
+        words += f" --model_type {self.recipe.model_type} --config_overrides {{shape}} --output_dir {{fresh}}"
+        return f"{words} --tokenizer_name {self.corpus / 'train-tokenizer'}"
+
+    def show(self, command, flag, case):
+        """Assert that the flag changes what it is said to change."""
+        before = self.run(command, *case.also.split())
+        after = self.run(command, *case.also.split(), f"--{flag}", *case.words.split())
+        assert case.refused in after.of("error")
+        assert (after.of("code") == 0) != bool(case.refused), after.of("error")
+        for name in case.changed:
+            seen = "eval" if command == "eval" and name == "train" else name
+            assert after.of(seen) != before.of(seen), f"--{flag} does not change {seen}"
+
+
+@pytest.fixture(scope="module")
+def benches(corpus, tmp_path_factory):
+    return {}
+
+
+@pytest.fixture
+def bench(benches, corpus, tmp_path_factory, capsys):
+    def get(name):
+        if name not in benches:
+            benches[name] = Bench(name, corpus, tmp_path_factory.mktemp(name), capsys)
+            benches[name].prepare()
+        benches[name].capsys = capsys
+        return benches[name]
+
+    return get
+
+
+def cases(command, recipe):
+    table = {**SHARED, **OWN[recipe]}
+    return table if command == "train" else {**table, **EVALUATION, **EVALUATION_OWN.get(recipe, {})}
+
+
+NAMES = [
+    (command, recipe, flag)
+    for command in ("train", "eval")
+    for recipe in RECIPES
+    for flag in sorted(flags_of((command, recipe)) - (NUMBERS.keys() - cases(command, recipe).keys()))
+]
+
+
+@pytest.mark.parametrize(("command", "recipe", "flag"), NAMES)
+def test_a_flag_changes_what_it_names(bench, command, recipe, flag):
+    table = cases(command, recipe)
+    assert flag in table, f"'distaff {command} {recipe} --{flag}' has no entry here: say what it changes."
+    bench(recipe).show(command, flag, table[flag])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_number_reaches_its_setting(bench, recipe):
+    words = [word for flag, (value, *_) in NUMBERS.items() for word in (f"--{flag}", value)]
+    plain, given = bench(recipe).run("train"), bench(recipe).run("train", *words)
+    assert given.of("code") == 0, given.of("error")
+    for flag, (_, place, field, wanted) in NUMBERS.items():
+        before, after = (run.of(place) if field is None else run.of(place)[field] for run in (plain, given))
+        assert after == wanted != before, flag
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_entry_is_of_a_flag(recipe):
+    assert (cases("train", recipe) | NUMBERS).keys() == flags_of(("train", recipe))
+
+
+def test_every_recipe_is_here():
+    assert {name[1] for name in COMMANDS if name[0] in ("train", "eval")} == set(RECIPES)
