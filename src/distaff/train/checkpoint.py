@@ -1,7 +1,7 @@
 """Checkpoints of a run: Orbax, asynchronous, the newest complete one, and never half of one.
 
-On disk: `<directory>/<step>/` with the items `params`, `opt_state`, `loop` (step and key of the run), `meta` (JSON), and
-what the state carries as `carried`.
+On disk: `<directory>/<step>/` with the items `params`, `opt_state`, `loop` (step and key of the run), `carried` (where
+there is such) and `meta` (JSON).
 A checkpoint gets its name by one rename after everything is written, so a folder with that name is complete.
 """
 
