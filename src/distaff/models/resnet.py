@@ -89,7 +89,7 @@ def stem(config) -> Convolution:
     return Convolution(7, 2, config.embedding_size)
 
 
-# The model. Inside, channels are last: what XLA convolves fastest on a CPU.
+# The model. Inside, channels are last, where Flax's convolutions have them.
 
 
 class ConvNorm(nn.Module):

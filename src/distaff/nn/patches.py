@@ -29,7 +29,7 @@ class PatchEmbedding(nn.Module):
         rows, columns = height // tall, width // wide
         init = nn.initializers.normal(self.initializer_range)
         kernel = self.param("kernel", init, (tall, wide, channels, self.features), self.param_dtype)
-        # A product of matrices: the same as a convolution whose stride is its window, and faster on a CPU.
+        # A product of matrices: the same as a convolution whose stride is its window.
         pixels = pixel_values[:, :, : rows * tall, : columns * wide].astype(self.dtype)
         pixels = pixels.reshape(batch, channels, rows, tall, columns, wide).transpose(0, 2, 4, 1, 3, 5)
         flat = kernel.astype(self.dtype).transpose(2, 0, 1, 3).reshape(-1, self.features)
