@@ -14,7 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 # The training steps, and what the peers call them.
-STEPS = {"mlm": "mlm", "clm": "clm", "t5": "seq2seq"}
+STEPS = {"mlm": "mlm", "clm": "clm", "t5": "seq2seq", "vit": "vit"}
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 

@@ -60,6 +60,34 @@ T5 = {
 T5_ROWS, T5_LENGTH, T5_TARGETS = 8, 256, 64
 
 
+# ViT of 6 layers x 384, float32, dropout on; 8 images of 224 x 224.
+VIT = {
+    "num_hidden_layers": 6,
+    "hidden_size": 384,
+    "num_attention_heads": 6,
+    "intermediate_size": 1536,
+    "image_size": 224,
+    "patch_size": 16,
+    "num_labels": 1000,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+}
+VIT_ROWS = 8
+
+
+def vit_batches(count: int = 4) -> list[dict[str, np.ndarray]]:
+    """Random pixels and labels."""
+    rng = np.random.RandomState(0)
+    shape = VIT_ROWS, 3, VIT["image_size"], VIT["image_size"]
+    return [
+        {
+            "pixel_values": rng.randn(*shape).astype(np.float32),
+            "labels": rng.randint(0, VIT["num_labels"], VIT_ROWS).astype(np.int32),
+        }
+        for _ in range(count)
+    ]
+
+
 def clm_batches(count: int = 4) -> list[dict[str, np.ndarray]]:
     """Full rows of random tokens."""
     rng = np.random.RandomState(0)

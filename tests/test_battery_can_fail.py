@@ -6,8 +6,12 @@ import pytest
 from battery.family import assert_parity, model_class
 from golden import cases as golden
 
-FAMILIES = {family: golden.read(family) for family in ("bert", "roberta", "gpt2", "gpt_neo", "opt")}
+FAMILIES = {family: golden.read(family) for family in ("bert", "roberta", "gpt2", "gpt_neo", "opt", "vit", "resnet")}
 LM = {"bert": "masked_lm", "roberta": "masked_lm", "gpt2": "causal_lm", "gpt_neo": "causal_lm", "opt": "causal_lm"}
+# A class token or a mean over all places shows less than hidden states do, and a channel that ReLU closes nothing: here
+# a whole tensor is changed.
+IMAGES = {"vit": "model", "resnet": "model"}
+LM |= IMAGES
 # The first row of the table of positions that inputs use, where it is not 0.
 FIRST_POSITION = {"roberta": 2, "opt": 2}
 OTHER_CONFIGS = [
@@ -30,6 +34,12 @@ OTHER_CONFIGS = [
     ("opt", "causal_lm_odd", {"activation_function": "relu"}),
     ("opt", "causal_lm_odd", {"num_attention_heads": 4}),
     ("opt", "model_no_final_norm", {"do_layer_norm_before": False}),
+    ("vit", "model_odd", {"hidden_act": "gelu"}),
+    ("vit", "classification_odd", {"layer_norm_eps": 1e-5}),
+    ("vit", "classification_odd", {"num_attention_heads": 4}),
+    ("vit", "model_odd", {"pooler_act": "gelu_new"}),
+    ("resnet", "model_odd", {"hidden_act": "gelu_new"}),
+    ("resnet", "model_odd", {"downsample_in_bottleneck": False}),
 ]
 
 
@@ -39,7 +49,7 @@ def load(case, folder, **options):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_weight_is_noticed(family, tmp_path):
-    """Each tensor of a model with logits, one number of it changed by 0.01."""
+    """Each tensor of a model, one number of it changed by 0.01."""
     case = FAMILIES[family][LM[family]]
     model = load(case, tmp_path / "sound")
     assert_parity(case, model)
@@ -47,9 +57,11 @@ def test_one_weight_is_noticed(family, tmp_path):
     unnoticed = []
     for name, shape in case.keys.items():
         # A row of the table that the inputs use; a change of all keys' bias is invisible to a softmax.
-        index = (first_real_position, 0) if "position" in name else (0,) * len(shape)
+        index = (first_real_position, 0) if "position" in name and len(shape) == 2 else (0,) * len(shape)
 
         def change(state, name=name, index=index):
+            if family in IMAGES:
+                return {**state, name: (state[name] * 1.2).astype(state[name].dtype)}
             state[name][index] += 1e-2
             return state
 
@@ -59,7 +71,9 @@ def test_one_weight_is_noticed(family, tmp_path):
         except AssertionError:
             continue
         unnoticed.append(name)
-    assert all(name.endswith(("attention.self.key.bias", "k_proj.bias")) for name in unnoticed), unnoticed
+    # Nothing is computed from a count of batches.
+    free = ("attention.self.key.bias", "attention.attention.key.bias", "k_proj.bias", "num_batches_tracked")
+    assert all(name.endswith(free) for name in unnoticed), unnoticed
 
 
 @pytest.mark.parametrize(("family", "name", "fields"), OTHER_CONFIGS)

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from distaff.models.gpt_neo import *  # noqa: F403
     from distaff.models.mbart import *  # noqa: F403
     from distaff.models.opt import *  # noqa: F403
+    from distaff.models.resnet import *  # noqa: F403
     from distaff.models.roberta import *  # noqa: F403
     from distaff.models.t5 import *  # noqa: F403
+    from distaff.models.vit import *  # noqa: F403
     from distaff.pipelines import pipeline as pipeline
     from distaff.pretrained import FlaxPreTrainedModel as FlaxPreTrainedModel
 

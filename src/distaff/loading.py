@@ -19,7 +19,7 @@ from distaff.core.errors import CheckpointError, UsageError, listed
 from distaff.core.precision import is_floating
 from distaff.core.tree import Tree, flatten
 from distaff.hub import resolve
-from distaff.weights import Leaf, Row, Tie, matches, random_tensor, to_ours, transposed
+from distaff.weights import STATISTICS, Leaf, Row, Tie, matches, random_tensor, shape_in_file, to_ours
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +80,20 @@ class _FileNames:
     def __init__(self, checkpoint, family: FamilyNames):
         self.format = checkpoint.format
         self.names = set(checkpoint.keys())
+        # Old Flax wrote a model that holds more than parameters by its collections.
+        heads = tuple(f"{collection}/" for collection in ("params", STATISTICS))
+        collected = self.format == "msgpack" and all(name.startswith(heads) for name in self.names)
+        self.stored = {name.partition("/")[2] if collected else name: name for name in self.names}
         self.separator = "/" if self.format == "msgpack" else "."
         self.family = family
         self.start = f"{family.prefix}{self.separator}"
-        self.prefixed = bool(family.prefix) and any(name.startswith(self.start) for name in self.names)
+        self.prefixed = bool(family.prefix) and any(name.startswith(self.start) for name in self.stored)
 
     def find(self, row: Row) -> str | None:
         """Return the name under which the file holds `row`, or None."""
-        return next((name for name in map(self._in_file, row.names(self.format)) if name in self.names), None)
+        return next(
+            (self.stored[name] for name in map(self._in_file, row.names(self.format)) if name in self.stored), None
+        )
 
     def _in_file(self, name: str) -> str:
         if not self.family.prefix:
@@ -107,7 +113,7 @@ class _FileNames:
             inside = name.startswith(self.start) if self.prefixed else inner.split(self.separator)[0] in parts
             return inside and inner not in known
 
-        return sorted(filter(stranger, left_over))
+        return sorted(name for bare, name in self.stored.items() if name in left_over and stranger(bare))
 
 
 def is_untied(checkpoint, ties: tuple[Tie, ...], family: FamilyNames) -> bool:
@@ -185,9 +191,10 @@ def _match(checkpoint, table, shapes, family, ties, ignore_mismatched_sizes) -> 
         for row in leaf.rows:
             name = names.find(row)
             if name is None:
-                (missing if row.required else new).append(row.key)
+                if row.kind != "count":  # says nothing of the model; old files lack it
+                    (missing if row.required else new).append(row.key)
                 continue
-            expected = tuple(want)[::-1] if transposed(row.kind, checkpoint.format) else tuple(want)
+            expected = shape_in_file(tuple(want), row.kind, checkpoint.format)
             if tuple(checkpoint.shape(name)) == expected:
                 found[row.key] = name
             elif ignore_mismatched_sizes:

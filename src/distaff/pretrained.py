@@ -14,7 +14,7 @@ from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding
 
 from distaff.core.apply import jitted_apply
-from distaff.core.errors import CheckpointError, UsageError, listed
+from distaff.core.errors import UsageError, listed
 from distaff.core.mesh import param_sharding
 from distaff.core.precision import cast_floating, cast_shapes, dtype_of, is_floating
 from distaff.core.tree import Tree, flatten, unflatten
@@ -29,7 +29,18 @@ from distaff.loading import (
     refuse_misfits,
 )
 from distaff.resizing import resize_token_embeddings, without_padding
-from distaff.weights import Leaf, Row, Tie, decays, generic_rows, leaves, tensors_to_write, unstacked_shapes
+from distaff.weights import (
+    STATISTICS,
+    Leaf,
+    Row,
+    Tie,
+    decays,
+    generic_rows,
+    held,
+    leaves,
+    shapes_by_rows,
+    tensors_to_write,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +50,8 @@ class FlaxPreTrainedModel:
 
     A subclass sets `config_class`, `base_model_prefix` and `module_class`. A family of ours also says its `rows`; a
     module without rows is saved under its own paths. The model holds parameters for convenience: pass `params` to any
-    call and it is a pure function of them.
+    call and it is a pure function of them. Where the module keeps running statistics (BatchNorm), `params` is
+    `{"params": ..., "batch_stats": ...}`, and a call with `train=True` returns `(outputs, {"batch_stats": ...})`.
 
     Args:
         config: an instance of `config_class`.
@@ -62,6 +74,8 @@ class FlaxPreTrainedModel:
     compatible_model_types: ClassVar[tuple[str, ...]] = ()
     # Patterns of checkpoint keys that have no meaning for us.
     ignored_keys: ClassVar[tuple[str, ...]] = ()
+    # Whether training draws random numbers, and so needs a key.
+    draws_dropout: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -84,8 +98,9 @@ class FlaxPreTrainedModel:
         self.input_shape, self.seed, self.mesh = input_shape, seed, mesh
         self.module = module if module is not None else self._make_module(**module_fields)
         self.loading_report = LoadingReport()
-        self._jitted = jitted_apply(self.module)
         self.params_shape_tree = self._shapes()
+        self._statistics = STATISTICS if STATISTICS in self.params_shape_tree else None
+        self._jitted = jitted_apply(self.module, self._statistics)
         self._params = self.init_weights(jax.random.key(seed), input_shape) if _do_init else None
 
     # What a family says about itself.
@@ -121,8 +136,8 @@ class FlaxPreTrainedModel:
         if not hasattr(rng, "dtype"):
             raise UsageError(f"init_weights takes a random key and not {rng!r}: pass jax.random.key({rng!r}).")
         if not self._table:
-            made = jax.jit(self.module.init)({"params": rng}, **self.dummy_inputs(input_shape))["params"]
-            flat = flatten(cast_floating(made, self.param_dtype))
+            made = jax.jit(self.module.init)({"params": rng}, **self.dummy_inputs(input_shape))
+            flat = flatten(held(made, lambda params: cast_floating(params, self.param_dtype)))
         else:
             data = jax.random.key_data(rng) if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else rng
             flat = random_params(
@@ -206,7 +221,7 @@ class FlaxPreTrainedModel:
         **options: Any,
     ):
         """Apply the module, jitted, to named arrays (None where absent) with static `options`."""
-        if train and dropout_rng is None:
+        if train and dropout_rng is None and self.draws_dropout:
             raise UsageError("train=True draws dropout masks: pass dropout_rng=jax.random.key(...).")
         given = {name: value for name, value in inputs.items() if value is not None}
         # A list is an array that is not made yet; other containers, such as a cache, hold arrays.
@@ -305,7 +320,8 @@ class FlaxPreTrainedModel:
         else:
             save_msgpack(folder, dict(tensors), max_shard_size=max_shard_size)
         config.architectures = [type(self).__name__.removeprefix("Flax")]
-        config.dtype = next((leaf.dtype.name for leaf in flat.values() if is_floating(leaf)), None)
+        trained = flatten(params["params"] if self._statistics else params)
+        config.dtype = next((leaf.dtype.name for leaf in trained.values() if is_floating(leaf)), None)
         config.save_pretrained(folder)
         if push_to_hub:
             self.push_to_hub(repo_id or folder.name, folder=folder, token=token)
@@ -334,7 +350,7 @@ class FlaxPreTrainedModel:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take what `__getstate__` kept."""
         vars(self).update(state)
-        self._jitted = jitted_apply(self.module)
+        self._jitted = jitted_apply(self.module, self._statistics)
 
     # Inside.
 
@@ -360,26 +376,19 @@ class FlaxPreTrainedModel:
 
         A family is traced with scanned layers whatever the model does: one layer instead of all of them.
         """
-        module, rows = self.module, self.rows(self.module)
-        if rows:
-            module = module.clone(scan_layers=True)
+        rows, scanned = self.rows(self.module), getattr(self.module, "scan_layers", None)
+        module = self.module.clone(scan_layers=True) if rows and scanned is not None else self.module
 
         def init():
             # Traced with its key and inputs: nothing is compiled to learn shapes.
             inputs: dict[str, Any] = self.dummy_inputs(self.input_shape)
-            return module.init({"params": jax.random.key(0)}, **inputs)["params"]
+            return module.init({"params": jax.random.key(0)}, **inputs)
 
-        traced = jax.eval_shape(init)
-        flat = flatten(cast_shapes(traced, self.param_dtype))
-        if not rows:
-            return unflatten(flat)
-        scanned = leaves(rows, scan_layers=True)
-        strangers = sorted(flat.keys() ^ scanned.keys())
-        if strangers:
-            raise CheckpointError(
-                f"{type(self).__name__} has parameters without rows or the reverse: {listed(strangers)}."
-            )
-        return unflatten(flat if getattr(self.module, "scan_layers", False) else unstacked_shapes(flat, scanned))
+        shapes = held(jax.eval_shape(init), lambda params: cast_shapes(params, self.param_dtype))
+        name = type(self).__name__
+        return (
+            unflatten(shapes_by_rows(flatten(shapes), rows, scan_layers=bool(scanned), name=name)) if rows else shapes
+        )
 
     def _sharding(self, leaf: Leaf, shape: tuple[int, ...]) -> NamedSharding | None:
         return None if self.mesh is None else param_sharding(self.mesh, shape, leaf.axes)

@@ -6,27 +6,36 @@ mask and the stacked axis of scanned layers.
 
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from distaff.core.errors import CheckpointError, listed
 from distaff.core.tree import flatten
 from distaff.nn.stack import STACKED
 
-Kind = Literal["linear", "conv1d", "embedding", "norm_scale", "rms_scale", "bias", "raw"]
+Kind = Literal[
+    "linear", "conv", "conv1d", "embedding", "norm_scale", "rms_scale", "bias", "raw", "mean", "variance", "count"
+]
 
 # How PyTorch calls the last part of a parameter's name, and how Flax does.
 _LEAF_NAMES: dict[str, tuple[str, str]] = {
     "linear": ("weight", "kernel"),
+    "conv": ("weight", "kernel"),
     "conv1d": ("weight", "kernel"),
     "embedding": ("weight", "embedding"),
     "norm_scale": ("weight", "scale"),
     "rms_scale": ("weight", "weight"),
     "bias": ("bias", "bias"),
+    "mean": ("running_mean", "mean"),
+    "variance": ("running_var", "var"),
 }
+# What a BatchNorm has seen in training: no parameters, and in a collection of their own.
+STATISTICS = "batch_stats"
+_STATISTICS_KINDS = ("mean", "variance", "count")
 # LayerNorm's parameters in checkpoints that were converted from TensorFlow.
 _LEGACY_NORM = {"weight": "gamma", "bias": "beta"}
 
@@ -53,16 +62,22 @@ class Row:
     repeats: tuple[str, ...] = ()
     std: float | None = None
     required: bool = True
+    collection: str | None = None
+    flax_name: str | None = None
 
     @property
-    def flax_key(self) -> str:
-        """The '/'-path that `flax_model.msgpack` files of Transformers used."""
-        return _flax_key(self.key, self.kind)
+    def flax_key(self) -> str | None:
+        """The '/'-path that `flax_model.msgpack` files of Transformers used; None for a count, which they had not."""
+        if self.kind == "count":
+            return None
+        name = _flax_key(self.flax_name or self.key, self.kind)
+        return name if self.collection is None else f"{self.collection}/{name}"
 
     def names(self, file_format: str) -> tuple[str, ...]:
-        """The names to look for in a file of that format, in their order."""
+        """The names to look for in a file of that format, in their order and without the collection."""
         if file_format == "msgpack":
-            return tuple(_flax_key(name, self.kind) for name in (*self.aliases, self.key, *self.repeats))
+            key = self.flax_name or self.key
+            return tuple(_flax_key(name, self.kind) for name in (*self.aliases, key, *self.repeats))
         legacy: tuple[str, ...] = ()
         if "norm" in self.key.lower() and self.key.endswith((".weight", ".bias")):
             stem, _, leaf = self.key.rpartition(".")
@@ -78,6 +93,7 @@ class Row:
             path=self.path.replace("{i}", fill),
             aliases=tuple(alias.replace("{i}", fill) for alias in self.aliases),
             copies=tuple(copy.replace("{i}", fill) for copy in self.copies),
+            flax_name=self.flax_name and self.flax_name.replace("{i}", fill),
             count=None,
         )
 
@@ -102,6 +118,12 @@ def linear(key: str, path: str, axes: tuple[str | None, str | None], *, bias: bo
     return rows + ([Row(f"{key}.bias", f"{path}/bias", "bias", (axes[1],), **fields)] if bias else [])
 
 
+def conv(key: str, path: str, axes: tuple[str | None, ...], *, bias: bool = True, **fields: Any) -> list[Row]:
+    """Rows of a convolution: PyTorch stores `[out, in, *window]`, we `[*window, in, out]`; `axes` has them all."""
+    rows = [Row(f"{key}.weight", f"{path}/kernel", "conv", axes, **fields)]
+    return rows + ([Row(f"{key}.bias", f"{path}/bias", "bias", (axes[-1],))] if bias else [])
+
+
 def conv1d(key: str, path: str, axes: tuple[str | None, str | None], **fields: Any) -> list[Row]:
     """Rows of GPT-2's dense layer, which PyTorch stores `[in, out]` as we do; old msgpack files have `[out, in]`."""
     bias_fields = {name: value for name, value in fields.items() if name != "std"}
@@ -124,6 +146,26 @@ def norm(key: str, path: str, **fields: Any) -> list[Row]:
     ]
 
 
+def batch_norm(key: str, path: str) -> list[Row]:
+    """Rows of a BatchNorm: its parameters, and the running statistics with the number of batches in them."""
+    return [
+        *norm(key, path),
+        Row(f"{key}.running_mean", f"{path}/mean", "mean", (None,)),
+        Row(f"{key}.running_var", f"{path}/var", "variance", (None,)),
+        Row(f"{key}.num_batches_tracked", f"{path}/count", "count", ()),
+    ]
+
+
+def in_collections(rows: Iterable[Row]) -> list[Row]:
+    """Rows of a model that holds `{"params": ..., "batch_stats": ...}`, from those of its parts."""
+
+    def inside(row: Row) -> Row:
+        collection = STATISTICS if row.kind in _STATISTICS_KINDS else "params"
+        return replace(row, path=f"{collection}/{row.path}", collection=collection)
+
+    return [inside(row) for row in rows]
+
+
 def repeated(count: int, rows: Iterable[Row]) -> list[Row]:
     """Rows for `count` equal layers; their `{i}` stands for the layer's number."""
     return [replace(row, count=count) for row in rows]
@@ -136,7 +178,9 @@ def prefixed(prefix: str, rows: Iterable[Row], **fields: Any) -> list[Row]:
         def named(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(f"{prefix}.{name}" for name in names)
 
-        others = {"aliases": named(row.aliases), "copies": named(row.copies), "repeats": named(row.repeats)}
+        others: dict[str, Any] = {name: named(getattr(row, name)) for name in ("aliases", "copies", "repeats")}
+        if row.flax_name is not None:
+            others["flax_name"] = f"{prefix}.{row.flax_name}"
         changes: dict[str, Any] = {"key": f"{prefix}.{row.key}", "path": f"{prefix}/{row.path}", **others, **fields}
         return replace(row, **changes)
 
@@ -178,6 +222,12 @@ def leaves(rows: Iterable[Row], *, scan_layers: bool = False) -> dict[str, Leaf]
 def generic_rows(params: Mapping[str, Any]) -> list[Row]:
     """Rows for a module that has none: the path with dots, kernel ↔ weight transposed."""
     rows = []
+    if STATISTICS in params:
+        return [
+            replace(row, path=f"{collection}/{row.path}", collection=collection)
+            for collection, tree in params.items()
+            for row in generic_rows(tree)
+        ]
     for path, leaf in flatten(params).items():
         stem, _, name = path.rpartition("/")
         kinds: dict[str, Kind] = {"kernel": "linear", "embedding": "embedding", "scale": "norm_scale", "bias": "bias"}
@@ -189,19 +239,33 @@ def generic_rows(params: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def transposed(kind: Kind, file_format: str) -> bool:
-    """Tell whether a file of that format holds the transpose of our array."""
-    return kind == ("conv1d" if file_format == "msgpack" else "linear")
+def _layout(kind: Kind, file_format: str, rank: int) -> tuple[int, ...] | None:
+    """Return the order of our axes in a file of that format; None where it is ours."""
+    if file_format == "msgpack":
+        return (1, 0) if kind == "conv1d" else None
+    # A dense layer is a convolution without a window.
+    return (rank - 1, rank - 2, *range(rank - 2)) if kind in ("linear", "conv") else None
+
+
+def shape_in_file(shape: tuple[int, ...], kind: Kind, file_format: str) -> tuple[int, ...]:
+    """Return the shape that an array of our `shape` has in a file of that format."""
+    order = _layout(kind, file_format, len(shape))
+    return shape if order is None else tuple(shape[axis] for axis in order)
 
 
 def to_ours(tensor: np.ndarray, kind: Kind, file_format: str) -> np.ndarray:
     """Return a view of a file's tensor in our layout."""
-    return tensor.T if transposed(kind, file_format) else tensor
+    order = _layout(kind, file_format, tensor.ndim)
+    return tensor if order is None else tensor.transpose(np.argsort(order))
 
 
 def to_theirs(array: np.ndarray, kind: Kind, file_format: str) -> np.ndarray:
-    """Return a view of our array in the file's layout."""
-    return to_ours(array, kind, file_format)
+    """Return our array in the file's layout, a view where the numbers are the same."""
+    if kind == "count":
+        # A whole number in PyTorch; a float here, so that a whole model can be differentiated.
+        return array.astype(np.int64)
+    order = _layout(kind, file_format, array.ndim)
+    return array if order is None else array.transpose(order)
 
 
 def tensors_to_write(
@@ -213,7 +277,8 @@ def tensors_to_write(
         for index, row in enumerate(leaf.rows):
             tensor = to_theirs(array[index] if leaf.stacked else array, row.kind, file_format)
             if file_format == "msgpack":
-                yield row.flax_key, tensor
+                if row.flax_key is not None:
+                    yield row.flax_key, tensor
             else:
                 yield from ((name, tensor) for name in (row.key, *row.copies))
 
@@ -222,11 +287,14 @@ def random_tensor(row: Row, shape: tuple[int, ...], seed: int, initializer_range
     """Return float32 starting values of `shape`, a function of `seed` and the row's path alone.
 
     Norm scales are 1, biases 0, everything else is normal: the initialisation of BERT and of all that followed it.
+    Statistics are those of a BatchNorm that has seen nothing.
     """
     if row.kind == "rms_scale":
         return np.full(shape, 1.0 if row.std is None else row.std, np.float32)
-    if row.kind in ("bias", "norm_scale"):
-        return np.full(shape, 1.0 if row.kind == "norm_scale" else 0.0, np.float32)
+    if row.kind in ("norm_scale", "variance"):
+        return np.ones(shape, np.float32)
+    if row.kind in ("bias", "mean", "count"):
+        return np.zeros(shape, np.float32)
     rng = np.random.Generator(np.random.SFC64([seed, zlib.crc32(row.path.encode())]))
     values = rng.standard_normal(shape, dtype=np.float32)
     values *= np.float32(initializer_range if row.std is None else row.std)
@@ -235,7 +303,7 @@ def random_tensor(row: Row, shape: tuple[int, ...], seed: int, initializer_range
 
 def decays(kind: Kind) -> bool:
     """Tell whether weight decay acts on such parameters: not on biases and norms."""
-    return kind not in ("bias", "norm_scale", "rms_scale")
+    return kind not in ("bias", "norm_scale", "rms_scale", *_STATISTICS_KINDS)
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:
@@ -243,10 +311,25 @@ def matches(patterns: Iterable[str], name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-def unstacked_shapes(flat: dict[str, Any], scanned: dict[str, Leaf]) -> dict[str, Any]:
-    """Return the shapes of a looped model, by path, from those of the scanned one."""
+def held(variables: Mapping[str, Any], cast: Callable[[Any], Any]) -> Any:
+    """Return what a model holds of a module's variables: the parameters, cast, and statistics as they are."""
+    params = cast(variables["params"])
+    return {"params": params, STATISTICS: variables[STATISTICS]} if STATISTICS in variables else params
+
+
+def shapes_by_rows(traced: dict[str, Any], rows: list[Row], *, scan_layers: bool, name: str) -> dict[str, Any]:
+    """Return the shapes of a model by path, from those that its scanned twin was `traced` with.
+
+    Raises `CheckpointError` where the rows of the model `name` are not those of its parameters.
+    """
+    scanned = leaves(rows, scan_layers=True)
+    strangers = sorted(traced.keys() ^ scanned.keys())
+    if strangers:
+        raise CheckpointError(f"{name} has parameters without rows or the reverse: {listed(strangers)}.")
+    if scan_layers:
+        return traced
     shapes = {}
     for path, leaf in scanned.items():
-        shape = flat[path].shape[1:] if leaf.stacked else flat[path].shape
-        shapes.update({row.path: jax.ShapeDtypeStruct(shape, flat[path].dtype) for row in leaf.rows})
+        shape = traced[path].shape[1:] if leaf.stacked else traced[path].shape
+        shapes.update({row.path: jax.ShapeDtypeStruct(shape, traced[path].dtype) for row in leaf.rows})
     return shapes

@@ -20,6 +20,7 @@ AUTO_HEADS = (
     "ForNextSentencePrediction",
     "ForTokenClassification",
     "ForQuestionAnswering",
+    "ForImageClassification",
 )
 
 

@@ -70,7 +70,7 @@ class NumberChecks(Common):
         model = store.model(case, dtype=jnp.bfloat16)
         assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype(jnp.float32)}
         run = case.runs["mixed"]
-        found = np.asarray(model(**run.inputs).logits, np.float32)
+        found = np.asarray(model(**tensor_inputs(run)).logits, np.float32)
         # bfloat16 keeps 8 bits: relative to the size of the logits, which is that of golden weights, not of trained ones.
         error = np.abs(found - run.outputs["logits"]).max() / np.abs(run.outputs["logits"]).max()
         assert 1e-5 < error < 5e-2
@@ -93,7 +93,7 @@ class NumberChecks(Common):
 
         def program(model):
             def loss(params):
-                return model(run.inputs["input_ids"], params=params).logits.sum()
+                return model(**tensor_inputs(run), params=params).logits.sum()
 
             return str(jax.make_jaxpr(jax.grad(loss))(model.params))
 

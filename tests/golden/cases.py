@@ -57,9 +57,17 @@ def _generator(text: str) -> np.random.Generator:
 
 def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return the weight called `name`; nothing in it stands at its neutral value."""
+    if name.endswith("num_batches_tracked"):
+        return np.array(3, np.int64)
     values = _generator(name).normal(size=shape)
-    is_scale = re.search(r"(layer_?norm|ln_\w)\.weight$", name, re.IGNORECASE)
-    values = 1 + 0.1 * values if is_scale else 0.2 * values
+    if re.search(r"(layer_?norm|ln_\w|normalization)\.weight$", name, re.IGNORECASE):
+        values = 1 + 0.1 * values
+    elif name.endswith("running_var"):
+        values = 0.5 + np.abs(values)
+    elif len(shape) == 4:  # a convolution, which sums over many inputs
+        values *= np.prod(shape[1:]) ** -0.5
+    else:
+        values *= 0.2
     return values.astype(np.float32)
 
 
@@ -90,7 +98,7 @@ def write(
     """Write `config.json` and `model.safetensors`; `change` maps the state dict first, `config` overrides fields."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**case.config, **config}, indent=2))
-    state = {name: np.ascontiguousarray(value) for name, value in change(tensors(case)).items()}
+    state = {name: np.asarray(value, order="C") for name, value in change(tensors(case)).items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

@@ -8,6 +8,7 @@ neither. The folders to verify are those that the test suite leaves under $DISTA
 """
 
 import argparse
+import copy
 import importlib
 import json
 import sys
@@ -36,7 +37,8 @@ TIED_KEYS = ("decoder.weight", "decoder.bias")
 
 
 def call(model: Any, inputs: dict[str, np.ndarray], *, states: bool, attentions: bool) -> dict[str, Any]:
-    arguments = {name: torch.from_numpy(value).long() for name, value in inputs.items() if name != "labels"}
+    arguments = {name: torch.from_numpy(value) for name, value in inputs.items() if name != "labels"}
+    arguments = {name: value.long() if value.dtype == torch.int32 else value for name, value in arguments.items()}
     output = model(**arguments, output_hidden_states=states, output_attentions=attentions)
     flat: dict[str, Any] = {}
     for name, value in output.items():
@@ -53,6 +55,19 @@ def continued(model: Any, inputs: dict[str, np.ndarray]) -> dict[str, Any]:
     arguments = {name: torch.from_numpy(value).long() for name, value in inputs.items()}
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
     return {"sequences": model.generate(**arguments, **options)}
+
+
+def trained(model: Any, inputs: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Return, for each batch of `[steps, batch, ...]` in turn, the answer in training mode and the buffers after it."""
+    flat: dict[str, Any] = {}
+    model.train()
+    for step in range(len(inputs["pixel_values"])):
+        with torch.no_grad():
+            answer = call(model, {name: value[step] for name, value in inputs.items()}, states=False, attentions=False)
+        flat |= {f"{step}/{name}": value for name, value in answer.items()}
+        flat |= {f"{step}/buffers/{name}": value.float().clone() for name, value in model.named_buffers()}
+    model.eval()
+    return flat
 
 
 def open_model(class_name: str, folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -87,16 +102,32 @@ def break_tie(keys: dict[str, tuple[int, ...]], config: Any) -> dict[str, tuple[
 def gradients_of(model: Any, inputs: dict[str, np.ndarray]) -> tuple[float, dict[str, tuple[float, float]]]:
     """Return loss and gradients of the mean cross-entropy; a causal model is not shifted: the labels say what is meant."""
     logits = call(model, inputs, states=False, attentions=False)["logits"]
+    model.eval()
     labels = torch.from_numpy(inputs["labels"]).long()
     model.zero_grad()
     loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
     loss.backward()
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.grad is not None}
+    written = names_in_files(model, parameters)
     found = {
-        name: golden.summary(name, parameter.grad.numpy())
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
+        written[name]: golden.summary(written[name], parameter.grad.numpy()) for name, parameter in parameters.items()
     }
     return loss.item(), found
+
+
+def names_in_files(model: Any, names: Any) -> dict[str, str]:
+    """Return what `save_pretrained` calls each parameter: ViT has other names in memory."""
+    model = copy.deepcopy(model)
+    parameters = dict(model.named_parameters())
+    for index, name in enumerate(names):
+        parameters[name].data.fill_(float(index))
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        with safe_open(Path(folder, "model.safetensors"), "np") as file:
+            written = {key: file.get_tensor(key).flat[0] for key in sorted(file.keys())}
+    named = {name: [key for key in written if key == name] for name in names}
+    by_number = {int(number): key for key, number in written.items() if key not in names and number.is_integer()}
+    return {name: named[name][0] if named[name] else by_number[index] for index, name in enumerate(names)}
 
 
 def make(family: str, name: str) -> golden.Case:
@@ -118,6 +149,7 @@ def make(family: str, name: str) -> golden.Case:
     for run in runs:
         inputs = asked.inputs_of(run, config, class_name)
         if run == "gradient":
+            model.train(name.endswith("training"))
             loss, gradients = gradients_of(model, inputs)
             filled[run] = golden.Run(inputs, {})
             continue
@@ -125,12 +157,18 @@ def make(family: str, name: str) -> golden.Case:
             answers = {key: value.numpy().astype(np.int32) for key, value in continued(model, inputs).items()}
             filled[run] = golden.Run(inputs, answers)
             continue
+        if run == "train":  # on a copy: the other runs use the statistics of the file
+            answers = {key: value.numpy() for key, value in trained(copy.deepcopy(model), inputs).items()}
+            filled[run] = golden.Run(inputs, answers)
+            continue
         outputs = call(model, inputs, states=base, attentions=base and run in ("mixed", "long"))
         sum(value.sum() for value in outputs.values()).backward()
         if base:  # the last hidden states are stored once, as `last_hidden_state` and `encoder_last_hidden_state`
-            for name, last in LAST.items():
-                states = [key for key in outputs if key.startswith(f"{name}/")]
-                assert not states or torch.equal(outputs.pop(states[-1]), outputs[last])
+            for field, last in LAST.items():
+                states = [key for key in outputs if key.startswith(f"{field}/")]
+                # ViT's last state comes before the norm.
+                if states and torch.equal(outputs[states[-1]], outputs[last]):
+                    outputs.pop(states[-1])
         filled[run] = golden.Run(inputs, {key: value.detach().numpy() for key, value in outputs.items()})
     dead = tuple(key for key, parameter in model.named_parameters() if parameter.grad is None)
     return replace(case, dead=dead, runs=filled, gradients=gradients, loss=loss)
@@ -150,6 +188,8 @@ def verify(folder: Path) -> int:
                     with torch.no_grad():
                         if run_name == "greedy":
                             found = continued(model, run.inputs)
+                        elif run_name == "train":
+                            found = trained(copy.deepcopy(model), run.inputs)
                         else:
                             found = call(model, run.inputs, states=True, attentions=True)
                     for name, expected in run.outputs.items():

@@ -22,6 +22,7 @@ _ROBERTA_HEADS = tuple(
 )
 
 _T5_HEADS = ("Model", "EncoderModel", "ForConditionalGeneration")
+_IMAGE_HEADS = ("Model", "ForImageClassification")
 _BART_HEADS = ("Model", "ForConditionalGeneration", "ForSequenceClassification", "ForQuestionAnswering")
 
 # By model type of the config. To add a family, add its file and a line here.
@@ -57,7 +58,9 @@ FAMILIES: dict[str, Family] = {
     "opt": Family("opt", "OPT", ("Model", "ForCausalLM")),
     "mbart": Family("mbart", "MBart", _BART_HEADS),
     "mt5": Family("t5", "MT5", _T5_HEADS),
+    "resnet": Family("resnet", "ResNet", _IMAGE_HEADS),
     "t5": Family("t5", "T5", _T5_HEADS),
+    "vit": Family("vit", "ViT", _IMAGE_HEADS),
     "xlm-roberta": Family("roberta", "XLMRoberta", _ROBERTA_HEADS),
 }
 

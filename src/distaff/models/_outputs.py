@@ -69,6 +69,24 @@ class FlaxBaseModelOutputWithPooling(ModelOutput):
     attentions: tuple[Array, ...] | None = None
 
 
+class FlaxBaseModelOutputWithPoolingAndNoAttention(ModelOutput):
+    """`last_hidden_state` `[batch, channels, height, width]`, `pooler_output` `[batch, channels, 1, 1]`.
+
+    `hidden_states`: the stem's output and each stage's.
+    """
+
+    last_hidden_state: Array | None = None
+    pooler_output: Array | None = None
+    hidden_states: tuple[Array, ...] | None = None
+
+
+class FlaxImageClassifierOutputWithNoAttention(ModelOutput):
+    """`logits` `[batch, num_labels]`; `hidden_states`: the stem's output and each stage's."""
+
+    logits: Array | None = None
+    hidden_states: tuple[Array, ...] | None = None
+
+
 class _Logits(ModelOutput):
     logits: Logits | None = None
     hidden_states: tuple[Array, ...] | None = None
@@ -106,7 +124,7 @@ class FlaxNextSentencePredictorOutput(_Logits):
 
 
 class FlaxSequenceClassifierOutput(_Logits):
-    """`logits` `[batch, num_labels]`."""
+    """`logits` `[batch, num_labels]`, of texts or images."""
 
 
 class FlaxMultipleChoiceModelOutput(_Logits):

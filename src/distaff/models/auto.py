@@ -110,6 +110,12 @@ class FlaxAutoModelForTokenClassification(_AutoModel):
     heads = ("ForTokenClassification",)
 
 
+class FlaxAutoModelForImageClassification(_AutoModel):
+    """Classification of images."""
+
+    heads = ("ForImageClassification",)
+
+
 class FlaxAutoModelForQuestionAnswering(_AutoModel):
     """Extractive question answering."""
 

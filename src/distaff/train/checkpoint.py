@@ -1,6 +1,7 @@
 """Checkpoints of a run: Orbax, asynchronous, the newest complete one, and never half of one.
 
-On disk: `<directory>/<step>/` with the items `params`, `opt_state`, `loop` (step and key of the run) and `meta` (JSON).
+On disk: `<directory>/<step>/` with the items `params`, `opt_state`, `loop` (step and key of the run), `carried` (where
+there is such) and `meta` (JSON).
 A checkpoint gets its name by one rename after everything is written, so a folder with that name is complete.
 """
 
@@ -71,9 +72,7 @@ class Checkpoints:
         Raises CheckpointError if this save or the one before it, still under way until now, failed.
         """
         items = ocp.args.Composite(
-            params=ocp.args.StandardSave(state.params),
-            opt_state=ocp.args.StandardSave(_plain(state.opt_state)),
-            loop=ocp.args.StandardSave({"step": state.step, "rng": _plain(state.rng)}),
+            **{name: ocp.args.StandardSave(item) for name, item in _items(state).items()},
             meta=ocp.args.JsonSave(meta),
         )
         with self._failures():
@@ -142,18 +141,33 @@ def read_params(folder: str | Path, target: Tree) -> Tree:
 
 
 def _read(folder: Path, target: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    loop = {"step": target.step, "rng": target.rng}
-    items = {"params": target.params, "opt_state": _plain(target.opt_state), "loop": _plain(loop)}
-    read = _restore_items(folder, items, with_meta=True)
+    if (folder / "carried").exists() != (target.carried is not None):
+        there, here = ("some", "none") if target.carried is None else ("none", "some")
+        raise CheckpointError(
+            f"The checkpoint {folder} holds {there} of what a run carries besides parameters (running statistics), and "
+            f"this run has {here}: resume with the model that the run was begun with."
+        )
+    read = _restore_items(folder, _items(target), with_meta=True)
     opt_state = jax.tree.map(_typed, read["opt_state"], target.opt_state)
-    loop = jax.tree.map(_typed, read["loop"], loop)
-    return TrainState(step=loop["step"], params=read["params"], opt_state=opt_state, rng=loop["rng"]), read["meta"]
+    rng = _typed(read["loop"]["rng"], target.rng)
+    carried = None if target.carried is None else read["carried"]
+    step = read["loop"]["step"]
+    return TrainState(step=step, params=read["params"], opt_state=opt_state, rng=rng, carried=carried), read["meta"]
+
+
+def _items(state: TrainState) -> dict[str, Tree]:
+    """Return what is written of `state` by the names of the items."""
+    loop = {"step": state.step, "rng": state.rng}
+    items = {"params": state.params, "opt_state": _plain(state.opt_state), "loop": _plain(loop)}
+    return items if state.carried is None else {**items, "carried": state.carried}
 
 
 def _restore_items(folder: Path, items: dict[str, Tree], *, with_meta: bool) -> Any:
     """Read the named items of the checkpoint `folder` after comparing all their shapes."""
     # Orbax warns about each item of a folder that it is not told how to read, wanted or not.
     handlers: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in ("params", "opt_state", "loop")}
+    if (folder / "carried").exists():
+        handlers["carried"] = ocp.StandardCheckpointHandler()
     handlers["meta"] = ocp.JsonCheckpointHandler()
     step = int(folder.name)
     options = ocp.CheckpointManagerOptions(create=False)

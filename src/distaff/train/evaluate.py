@@ -13,11 +13,17 @@ from distaff.train.step import LossFunction, eval_step, place_eval_rows
 
 
 def evaluate(
-    loss_fn: LossFunction, *, params: Tree, batches: Batches, steps: int, mesh: Mesh | None = None
+    loss_fn: LossFunction,
+    *,
+    params: Tree,
+    batches: Batches,
+    steps: int,
+    mesh: Mesh | None = None,
+    carried: Tree = None,
 ) -> dict[str, float]:
     """Return each metric of `loss_fn` over `batches(0)` to `batches(steps - 1)`, whatever their size.
 
-    `params` stay as they are. A metric whose weight is zero over all batches is left out.
+    `params`, and what is `carried` beside them, stay as they are. A metric whose weights are all zero is left out.
     """
     mesh = make_mesh() if mesh is None else mesh
     totals: dict[str, tuple[float, float]] = {}
@@ -31,7 +37,7 @@ def evaluate(
 
     with Prefetch(batches, start=0, stop=steps, place=lambda batch: place_eval_rows(batch, mesh)) as drawn:
         for item in drawn:
-            pending.append(eval_step(loss_fn, params, item.batch))
+            pending.append(eval_step(loss_fn, params, item.batch, carried))
             # One batch behind, so that the device has work while this waits.
             if len(pending) > 1:
                 collect()

@@ -70,6 +70,7 @@ def fit(
     config: LoopConfig,
     mesh: Mesh | None = None,
     param_shardings: Tree | None = None,
+    carried: Tree = None,
     schedule: Schedule | None = None,
     eval_batches: Batches | None = None,
     tokens_per_batch: TokenCount | None = None,
@@ -81,6 +82,8 @@ def fit(
     """Train `params` and return the result; see `LoopConfig` for the settings.
 
     loss_fn: `(params, batch, rng) -> {"loss": (sum, weight), ...}`; rng is None in evaluation.
+    carried: what it hands on besides (running statistics), before the first step; then the function is
+    `(params, batch, rng, carried) -> (sums, carried)`, and the result's `state.carried` holds the last.
     batches: `step -> {name: array}`, this process's `accumulation * rows` of a step's batch (see `prefetch`).
     schedule: the learning rate by steps done, for the log. eval_batches: `index -> batch` for `config.eval_steps`.
     tokens_per_batch: of this process; a number, the batch key whose sum it is, or a function of the host batch.
@@ -96,7 +99,7 @@ def fit(
     mesh = make_mesh() if mesh is None else mesh
     output = None if config.output_dir is None else Path(config.output_dir)
     source = _find_source(config, output)
-    state = create_state(params, tx, mesh=mesh, seed=config.seed, shardings=param_shardings)
+    state = create_state(params, tx, mesh=mesh, seed=config.seed, shardings=param_shardings, carried=carried)
     state, meta = _restored(state, source, config=config, batches=batches)
     if output is not None and source is not None:
         leave_behind(output, int(jax.device_get(state.step)))

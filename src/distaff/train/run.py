@@ -187,6 +187,7 @@ class Run:
             values = evaluate(
                 self.hooks.loss_fn,
                 params=self.state.params,
+                carried=self.state.carried,
                 batches=self.hooks.eval_batches,
                 steps=self.config.eval_steps,
                 mesh=self.mesh,
@@ -204,7 +205,7 @@ class Run:
         jax.block_until_ready(self.state.step)
         with self.watch.paused():
             window = self._read_window()
-            if not bool(jax.device_get(all_finite(self.state.params))):
+            if not bool(jax.device_get(all_finite((self.state.params, self.state.carried)))):
                 raise DistaffError(f"The parameters are not finite after step {self.step}: lower the learning rate.")
             meta = {
                 "step": self.step,

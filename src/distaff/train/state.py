@@ -21,12 +21,15 @@ class TrainState:
     params: the trained pytree.
     opt_state: what the optax optimizer keeps.
     rng: the key of the run; it never changes, a step draws from `fold_in(rng, step)`.
+    carried: what the loss function hands on from one micro-batch to the next, such as running statistics: not trained,
+    not decayed, saved and restored. None where it hands on nothing.
     """
 
     step: jax.Array
     params: Tree
     opt_state: Any
     rng: jax.Array
+    carried: Tree = None
 
 
 def create_state(
@@ -36,16 +39,22 @@ def create_state(
     mesh: Mesh,
     seed: int = 0,
     shardings: Tree | None = None,
+    carried: Tree = None,
 ) -> TrainState:
     """Return the state before the first step, with copies of `params` (so a donated step leaves the caller's alone).
 
-    `shardings` has the structure of `params`; without it every device of `mesh` holds all parameters.
+    `shardings` has the structure of `params`; without it every device of `mesh` holds all parameters, as each holds all
+    that is `carried`.
     """
     whole = replicated(mesh)
     shardings = jax.tree.map(lambda _: whole, params) if shardings is None else shardings
-    # device_put may share the caller's buffers, and jit hands unchanged arguments through: only a copy is ours.
-    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)
-    params = copy(jax.device_put(params, shardings))
+
+    def copied(tree: Tree, shardings: Tree) -> Tree:
+        # device_put may share the caller's buffers, and jit hands unchanged arguments through: only a copy is ours.
+        copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)
+        return copy(jax.device_put(tree, shardings))
+
+    params = copied(params, shardings)
     like_params = _opt_state_shardings(jax.eval_shape(tx.init, params), params, shardings, default=whole)
     return TrainState(
         step=jax.device_put(np.zeros((), np.int32), whole),
@@ -53,6 +62,7 @@ def create_state(
         opt_state=jax.jit(tx.init, out_shardings=like_params)(params),
         # Made where it stays: a seed handed in from outside would be an implicit transfer.
         rng=jax.jit(lambda: jax.random.key(seed), out_shardings=whole)(),
+        carried=None if carried is None else copied(carried, jax.tree.map(lambda _: whole, carried)),
     )
 
 

@@ -2,6 +2,9 @@
 
 A loss function is `loss_fn(params, batch, rng) -> {name: (sum, weight)}` with float32 scalars. The gradient is that of
 the sum of "loss", divided by its total weight over all rows, micro-batches and devices. `rng` is None in evaluation.
+
+Where the state carries something (running statistics), it is `loss_fn(params, batch, rng, carried) -> (sums, carried)`:
+each micro-batch gets what the one before it returned; an evaluation gets what there is, and what it returns is dropped.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,10 +23,10 @@ from distaff.core.tree import Tree
 from distaff.train.metrics import NO_STEP, StepMetrics, Sums
 from distaff.train.state import TrainState, shardings_of
 
-LossFunction = Callable[[Tree, Any, jax.Array | None], Mapping[str, tuple[Any, Any]]]
+LossFunction = Callable[..., Any]
 Schedule = Callable[[Any], Any]
 TrainStep = Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]
-EvalStep = Callable[[Tree, Any], Sums]
+EvalStep = Callable[..., Sums]
 
 
 def make_train_step(
@@ -44,7 +47,7 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         rng = jax.random.fold_in(state.rng, state.step)
-        grads, sums = _gradients(loss_fn, state.params, batch, rng, accumulation)
+        grads, sums, carried = _gradients(loss_fn, state, batch, rng, accumulation)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         norm = optax.tree.norm(grads).astype(jnp.float32)
@@ -54,20 +57,21 @@ def make_train_step(
             learning_rate=None if schedule is None else jnp.asarray(schedule(state.step), jnp.float32),
             bad_step=jnp.where(finite, NO_STEP, state.step + 1).astype(jnp.int32),
         )
-        return TrainState(step=state.step + 1, params=params, opt_state=opt_state, rng=state.rng), metrics
+        state = TrainState(step=state.step + 1, params=params, opt_state=opt_state, rng=state.rng, carried=carried)
+        return state, metrics
 
     outputs = None if state is None else (shardings_of(state), state.step.sharding)
     return jax.jit(train_step, donate_argnums=(0,) if donate else (), out_shardings=outputs)
 
 
 @partial(jax.jit, static_argnums=0)
-def eval_step(loss_fn: LossFunction, params: Tree, batch: Any) -> Sums:
+def eval_step(loss_fn: LossFunction, params: Tree, batch: Any, carried: Tree = None) -> Sums:
     """Return the sums of one batch without dropout; compiled once for a loss function and a shape of batch."""
-    return _checked(loss_fn(params, batch, None))
+    return _sums(loss_fn, params, batch, None, carried)[0]
 
 
 def make_eval_step(loss_fn: LossFunction) -> EvalStep:
-    """Return the jitted `eval_step(params, batch) -> {name: (sum, weight)}`. Nothing is donated."""
+    """Return the jitted `eval_step(params, batch, carried=None) -> {name: (sum, weight)}`. Nothing is donated."""
     return partial(eval_step, loss_fn)
 
 
@@ -112,31 +116,58 @@ def debugging_nans(what: str = "the run") -> Iterator[None]:
             raise DistaffError(f"A NaN stopped {what}: {str(error).splitlines()[0].rstrip('. ')}.") from error
 
 
-def _gradients(loss_fn: LossFunction, params: Tree, batch: Any, rng: jax.Array, accumulation: int) -> tuple[Tree, Sums]:
-    """Return the gradient of the mean loss, in the dtypes of `params`, and the sums it was divided by."""
+def _gradients(
+    loss_fn: LossFunction, state: TrainState, batch: Any, rng: jax.Array, accumulation: int
+) -> tuple[Tree, Sums, Tree]:
+    """Return the gradient of the mean loss, in the dtypes of the parameters, the sums of it, and what is carried on."""
+    params = state.params
 
-    def loss_sum(params: Tree, rows: Any, key: jax.Array) -> tuple[jax.Array, Sums]:
-        sums = _checked(loss_fn(params, rows, key))
-        return sums["loss"][0], sums
+    def loss_sum(params: Tree, rows: Any, key: jax.Array, carried: Tree) -> tuple[jax.Array, tuple[Sums, Tree]]:
+        sums, carried = _sums(loss_fn, params, rows, key, carried)
+        return sums["loss"][0], (sums, carried)
 
     gradient = jax.grad(loss_sum, has_aux=True)
     if accumulation == 1:
-        grads, sums = gradient(params, batch, rng)
+        grads, (sums, carried) = gradient(params, batch, rng, state.carried)
     else:
 
-        def add(total: Tree, micro: tuple[jax.Array, Any]) -> tuple[Tree, Sums]:
+        def add(before: tuple[Tree, Tree], micro: tuple[jax.Array, Any]) -> tuple[tuple[Tree, Tree], Sums]:
+            total, carried = before
             index, rows = micro
-            grads, sums = gradient(params, rows, jax.random.fold_in(rng, index))
-            return jax.tree.map(lambda whole, part: whole + part.astype(whole.dtype), total, grads), sums
+            grads, (sums, carried) = gradient(params, rows, jax.random.fold_in(rng, index), carried)
+            return (jax.tree.map(lambda whole, part: whole + part.astype(whole.dtype), total, grads), carried), sums
 
         # Sums of many bfloat16 gradients lose their small parts: add in float32 at least.
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), params)
-        grads, stacked = jax.lax.scan(add, zeros, (jnp.arange(accumulation), batch))
+        (grads, carried), stacked = jax.lax.scan(add, (zeros, state.carried), (jnp.arange(accumulation), batch))
         sums = jax.tree.map(lambda parts: parts.sum(axis=0), stacked)
     weight = sums["loss"][1]
     # A step without any weight has gradients of zero, not of zero by zero.
     scale = 1.0 / jnp.where(weight == 0, 1.0, weight)
-    return jax.tree.map(lambda grad, leaf: (grad * scale).astype(leaf.dtype), grads, params), sums
+    grads = jax.tree.map(lambda grad, leaf: (grad * scale).astype(leaf.dtype), grads, params)
+    return grads, sums, carried
+
+
+def _sums(loss_fn: LossFunction, params: Tree, rows: Any, key: jax.Array | None, carried: Tree) -> tuple[Sums, Tree]:
+    """Return what the loss function answers; in training, what it carries on must look like what it was given."""
+    if carried is None:
+        return _checked(loss_fn(params, rows, key)), None
+    answer = loss_fn(params, rows, key, carried)
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise UsageError(
+            f"A loss function with something to carry returns (sums, carried), not a {type(answer).__name__}."
+        )
+    sums, new = answer
+    if key is not None and _looks(new) != _looks(carried):
+        raise UsageError(
+            "What a loss function carries on must have the structure, shapes and dtypes of what it was given: return "
+            "its `carried` argument with new values."
+        )
+    return _checked(sums), new
+
+
+def _looks(tree: Tree) -> Any:
+    return jax.tree.structure(tree), [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)]
 
 
 def _checked(sums: Mapping[str, tuple[Any, Any]]) -> Sums:
