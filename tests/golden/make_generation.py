@@ -16,8 +16,11 @@ import transformers
 
 def answer(model: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
     ids, mask = (torch.from_numpy(array).long() for array in cases.prompts(name))
-    pad = {} if name != "gpt2" else {"pad_token_id": cases.PAD}
-    given = {**options, **pad, "return_dict_in_generate": True, "output_scores": True}
+    given = {**options, **cases.always(name), "return_dict_in_generate": True, "output_scores": True}
+    stop: Any = None
+    if "stop_strings" in options:
+        given["tokenizer"] = cases.tokenizer(name)
+        stop = transformers.StopStringCriteria(given["tokenizer"], options["stop_strings"])
     output = model.generate(ids, attention_mask=mask, do_sample=False, **given)
     if options.get("num_beams", 1) > 1:
         scores = output.sequences_scores
@@ -30,6 +33,8 @@ def answer(model: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
             gained = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
             scores = scores + torch.where(open_, gained, 0.0)
             open_ = open_ & ~torch.isin(tokens, ends)
+            if stop is not None:
+                open_ = open_ & ~stop(output.sequences[:, : width + step + 1], None)
     return {"sequences": output.sequences.tolist(), "scores": [round(float(score), 6) for score in scores]}
 
 
