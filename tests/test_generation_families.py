@@ -52,6 +52,7 @@ def test_no_bigram_comes_twice(models, options):
     assert all(repeated(no_repeat_ngram_size=0))
 
 
+ENDLESS = ("no room", "long")
 WRONG = {
     "empty": (np.zeros((2, 0), int), None, {}, "at least one token"),
     "padding alone": ([[5, 6], [7, 8]], [[1, 1], [0, 0]], {}, "Row 1 of input_ids holds padding alone"),
@@ -64,12 +65,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("name", golden.MODELS)
+# T5 has no table of positions that could be too short.
+CALLS = [(name, wrong) for name in golden.MODELS for wrong in WRONG if not (name[:2] == "t5" and wrong in ENDLESS)]
+
+
+@pytest.mark.parametrize(("name", "wrong"), CALLS)
 def test_wrong_calls_are_one_sentence(models, name, wrong):
     ids, mask, options, message = WRONG[wrong]
-    if wrong in ("no room", "long") and name.startswith("t5"):
-        pytest.skip("T5 has no table of positions")
     with pytest.raises(DistaffError, match=message) as caught:
         models(name).generate(ids, mask, **{**options_of(name), **options})
     assert "\n" not in str(caught.value)

@@ -164,6 +164,8 @@ SOURCE: dict[str, dict[str, Any]] = {
     "beams_language": {**BEAM, **LANGUAGE},
     "beams_bigrams": {**BEAM, "no_repeat_ngram_size": 2, "num_return_sequences": 2},
 }
+# Whose pad token is likely enough to matter, where PyTorch takes padding for used tokens.
+ALONE = ("gpt_neo", "opt", "opt:post")
 DECODERS = ("gpt2", "gpt_neo", "opt", "opt:post")
 # What every family is asked beside one at a time: options that meet.
 MANY = {"max_new_tokens": 16, "eos_token_id": ENDS, "no_repeat_ngram_size": 2, "repetition_penalty": 1.3}
@@ -227,8 +229,7 @@ def filter_scores() -> np.ndarray:
 def prompts(model: str) -> tuple[np.ndarray, np.ndarray]:
     """Return ids and mask `[3, 12]`, of 3, 7 and 12 tokens: padded on the left, sources on the right."""
     rng, lengths = np.random.default_rng(0), (3, 7, 12)
-    pad = MODELS[model][1].get("pad_token_id", PAD)
-    ids, mask = np.full((3, 12), pad), np.zeros((3, 12), np.int64)
+    ids, mask = np.full((3, 12), filling(model)), np.zeros((3, 12), np.int64)
     for row, length in enumerate(lengths):
         place = slice(12 - length, None) if model in DECODERS else slice(None, length)
         ids[row, place], mask[row, place] = rng.integers(4, 60, length), 1
@@ -238,6 +239,11 @@ def prompts(model: str) -> tuple[np.ndarray, np.ndarray]:
 def always(model: str) -> dict[str, Any]:
     """Return the options that each case of a model gets."""
     return {} if "pad_token_id" in MODELS[model][1] else {"pad_token_id": PAD}
+
+
+def filling(model: str) -> int:
+    """Return the pad token of a model's prompts."""
+    return MODELS[model][1].get("pad_token_id", PAD)
 
 
 def tokenizer(model: str) -> Any:
