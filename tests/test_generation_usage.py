@@ -107,9 +107,8 @@ def test_finished_rows_cost_nothing(model, prompts, options):
     outputs = model.generate(prompts, logits_processor=[count], **given)
     jax.effects_barrier()
     assert 1 < outputs.lengths.max() < 30
-    assert len(calls) >= outputs.lengths.max()
-    assert len(calls) == outputs.lengths.max() or options
-    assert len(calls) < 60
+    # A beam that is no answer in the end may have gone on longer.
+    assert outputs.lengths.max() <= len(calls) <= (30 if options else outputs.lengths.max())
 
 
 def chi_square(counts, probabilities):

@@ -114,7 +114,7 @@ def _automaton(strings: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _table(steps: np.ndarray, complete: np.ndarray, tokens: list[bytes], vocab: int) -> np.ndarray:
-    """Return the entries of `stop_values`; a token without spelling in the vocabulary begins anew."""
+    """Return the entries of `stop_values`; one that the tokenizer lacks spells nothing."""
     count = len(complete)
     states = np.broadcast_to(np.arange(count)[:, None], (count, len(tokens))).copy()  # [states, tokens]
     hits = np.zeros(states.shape, bool)
@@ -126,6 +126,7 @@ def _table(steps: np.ndarray, complete: np.ndarray, tokens: list[bytes], vocab: 
         longer = np.flatnonzero(lengths > column)
         states[:, longer] = steps[states[:, longer], letters[longer, column][None]]
         hits[:, longer] |= complete[states[:, longer]]
-    table = np.zeros((max(SMALLEST, 1 << (count - 1).bit_length()), vocab), np.int32)
+    rows = max(SMALLEST, 1 << (count - 1).bit_length())
+    table = np.repeat(np.arange(rows, dtype=np.int32)[:, None], vocab, axis=1)
     table[:count, : len(tokens)] = np.where(hits, -1 - states, states)
     return table
