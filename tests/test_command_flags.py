@@ -146,6 +146,8 @@ def test_generate(tmp_path, monkeypatch, capsys):
         "prompt_file": (str(tmp_path / "prompts.txt"), ""),
         "do_sample": ("True", ""),
         "early_stopping": ("never", ""),
+        "src_lang": ("de_DE", ""),
+        "tgt_lang": ("en_XX", ""),
         "stop_strings": ("x", ""),
         "seed": ("3", "--seed 2"),
         "batch_size": ("2", ""),

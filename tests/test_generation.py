@@ -1,42 +1,29 @@
 """`generate` against PyTorch, token for token."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-import distaff
 from distaff.generation.filters import candidates, spread
+from generation_models import GoldenModels
 from golden import generation_cases as golden
 
 STORED = golden.read()
 TOLERANCE = 1e-4
 
 
-class Models:
-    """Loaded once each: programs are kept by the model."""
-
-    def __init__(self, folder):
-        self.folder, self.loaded = folder, {}
-
-    def __call__(self, name: str) -> Any:
-        if name not in self.loaded:
-            folder = golden.write(name, STORED["keys"][name], self.folder / name)
-            self.loaded[name] = getattr(distaff, f"Flax{golden.MODELS[name][0]}").from_pretrained(folder)
-        return self.loaded[name]
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    return Models(tmp_path_factory.mktemp("generation"))
+    return GoldenModels(tmp_path_factory.mktemp("generation"))
 
 
 @pytest.mark.parametrize("case", golden.CASES)
 def test_tokens_and_scores_are_those_of_pytorch(models, case):
     name, options = golden.CASES[case]
     ids, mask = golden.prompts(name)
-    pad = {"pad_token_id": golden.PAD} if name == "gpt2" else {}
-    expected, found = STORED["answers"][case], models(name).generate(ids, mask, **options, **pad)
+    given = {**options, **golden.always(name)}
+    if "stop_strings" in options:
+        given["tokenizer"] = golden.tokenizer(name)
+    expected, found = STORED["answers"][case], models(name).generate(ids, mask, **given)
     sequences = np.asarray(expected["sequences"])
     assert found.sequences.shape == sequences.shape
     start = found.sequences.shape[1] - int(found.lengths.max())

@@ -2,15 +2,18 @@
 
 import io
 import json
+import re
 
 import pytest
-from transformers import GPT2Config, T5Config
+from transformers import GPT2Config, MBartConfig, T5Config
 
-from distaff import FlaxGPT2LMHeadModel, FlaxT5ForConditionalGeneration, pipeline
+from distaff import FlaxGPT2LMHeadModel, FlaxMBartForConditionalGeneration, FlaxT5ForConditionalGeneration, pipeline
 from distaff.cli import main
 from distaff.core.errors import DataError, UsageError
 from distaff.tasks.tokenizer import TokenizerFlags
 from distaff.tasks.tokenizer import run as train_tokenizer
+from golden import generation_cases as golden
+from pair_cases import one_line
 
 TEXT = "Zürich isch e schöni Stadt.\nBasel isch au e Stadt.\n"
 
@@ -51,7 +54,8 @@ def test_text_generation(folders):
 def test_stop_strings_end_a_text(folders):
     write = pipeline("text-generation", folders["gpt2"], max_new_tokens=30, eos_token_id=299)
     whole = write("Basel", return_full_text=False)[0]["generated_text"]
-    stop = whole[4:6]
+    # The sign of a broken character is no text of any token.
+    stop = next(piece for piece in (whole[place : place + 2] for place in range(3, 12)) if "\ufffd" not in piece)
     cut = write("Basel", return_full_text=False, stop_strings=[stop])[0]["generated_text"]
     assert whole.startswith(cut)
     assert stop in cut
@@ -121,3 +125,82 @@ def test_wrong_flags_are_refused(folders, capsys, words, message):
     error = capsys.readouterr().err.strip()
     assert message in error
     assert "Traceback" not in error
+
+
+def test_a_fresh_seed_is_reported(folders, capsys):
+    words = ["generate", folders["gpt2"], "--max_new_tokens", "12", "--prompt", "Basel", "--do_sample", "True"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    seed = re.search(r"fresh seed (\d+)", said.err).group(1)
+    assert main([*words, "--seed", seed]) == 0
+    again = capsys.readouterr()
+    assert again.out == said.out
+    assert "fresh" not in again.err
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Folders whose tokenizer makes nothing of an empty text: a model of as many tokens, of fewer, one of languages."""
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "eos_token_id": 3, "bos_token_id": 3}
+    languages = {name: value for name, value in golden.BART.items() if name != "vocab_size"}
+    models = {
+        "model": FlaxGPT2LMHeadModel(GPT2Config(**sizes, vocab_size=64)),
+        "fewer": FlaxGPT2LMHeadModel(GPT2Config(**sizes, vocab_size=8)),
+        "pad": FlaxGPT2LMHeadModel(GPT2Config(**sizes, vocab_size=64, pad_token_id=70)),
+        "languages": FlaxMBartForConditionalGeneration(MBartConfig(**languages, vocab_size=64)),
+    }
+    folder = tmp_path_factory.mktemp("small")
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        golden.tokenizer("gpt2").save_pretrained(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("model", ["--prompt", ""], "has no tokens"),
+        ("model", ["--prompt", "c" * 16], "16 tokens and the model 16 positions, which leaves none"),
+        ("model", ["--prompt", "c" * 40], "40 tokens and the model 16 positions"),
+        ("model", ["--prompt", "cab", "--max_new_tokens", "99"], "generate at most"),
+        ("model", ["--prompt", "c", "--num_beams", "2", "--num_return_sequences", "3"], "num_return_sequences is 3"),
+        ("model", ["--prompt", "c", "--stop_strings", "aXb"], "spell none of"),
+        ("model", ["--prompt", "c", "--tgt_lang", "de_DE"], "no option 'tgt_lang'"),
+        ("fewer", ["--prompt", "cab"], "vocab_size is 8"),
+        ("pad", ["--prompt", "cab"], "pad_token_id"),
+        ("languages", ["--prompt", "cab"], "name the target with tgt_lang"),
+        ("languages", ["--prompt", "cab", "--tgt_lang", "xx_XX"], "no language 'xx_XX'"),
+    ],
+)
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["streamed", "whole"])
+def test_prompts_that_cannot_be_continued(small, capsys, name, words, message, more):
+    assert main(["generate", str(small / name), *words, *more]) in (1, 2)
+    assert message in one_line(capsys)
+
+
+def test_a_file_without_prompts(small, tmp_path, capsys):
+    (tmp_path / "none.txt").write_text("\n \n")
+    assert main(["generate", str(small / "model"), "--prompt_file", str(tmp_path / "none.txt")]) == 2
+    assert "There is no prompt" in one_line(capsys)
+
+
+def test_stop_strings_with_beams(small, capsys):
+    """Looked for on the command line too, and the same as the library's."""
+    words = ["generate", str(small / "model"), "--prompt", "cab", "--num_beams", "3", "--max_new_tokens", "10"]
+    assert main(words) == 0
+    whole = capsys.readouterr().out
+    stop = whole.strip()[5:7]
+    assert main([*words, "--stop_strings", stop]) == 0
+    cut = capsys.readouterr().out.strip()
+    assert stop in cut[3:]
+    assert len(cut) < len(whole.strip())
+
+
+def test_the_target_language_comes_first(small):
+    """Case T41: as the decoder's start where nothing else is, and else as the first token."""
+    write = pipeline("translation", str(small / "languages"), max_new_tokens=3)
+    token = write.tokenizer.convert_tokens_to_ids("cc")
+    write("cab", tgt_lang="cc")
+    assert write._options({"tgt_lang": "cc"}) == {"decoder_start_token_id": token}
+    write.model.generation_config = {"decoder_start_token_id": 2}
+    assert write._options({"tgt_lang": "cc"}) == {"forced_bos_token_id": token}

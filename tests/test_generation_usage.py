@@ -8,6 +8,8 @@ from transformers import GenerationConfig, GPT2Config
 
 from distaff import FlaxGPT2LMHeadModel, FlaxGPT2Model
 from distaff.core.errors import CheckpointError, DistaffError, UsageError
+from generation_models import new_tokens
+from golden import generation_cases as golden
 
 CONFIG = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 256, "initializer_range": 0.3}
 
@@ -25,11 +27,6 @@ def model():
 def prompts():
     rng = np.random.default_rng(0)
     return [rng.integers(0, 60, length).tolist() for length in (3, 7, 12)]
-
-
-def new_tokens(outputs, row):
-    start = outputs.sequences.shape[1] - int(outputs.lengths.max())
-    return outputs.sequences[row, start : start + outputs.lengths[row]].tolist()
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"repetition_penalty": 1.5, "no_repeat_ngram_size": 1}])
@@ -55,32 +52,63 @@ def test_where_padding_stands_does_not_matter(model, prompts):
         np.testing.assert_array_equal(found.sequences[:, :15], ids)
 
 
-def test_few_programs_for_many_lengths_and_batches():
-    """200 prompts of 1 to 120 tokens in batches of 1 to 8: at most 8 programs, 12 with different limits."""
-    model, rng = gpt2(), np.random.default_rng(1)
+def counted(model, batches, **options):
+    """Return how many programs the batches compile, of jax and not only of ours; options may be functions of a batch."""
+    compiled = []
+
+    def listen(event, duration, **tags):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.block_until_ready(model.params)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for number, batch in enumerate(batches):
+            given = {name: value(number) if callable(value) else value for name, value in options.items()}
+            model.generate(batch, pad_token_id=62, **given)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return len(compiled)
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"max_new_tokens": 2}, 8),
+        ({"max_length": 124}, 8),
+        ({"max_new_tokens": 3, "min_length": 40, "forced_bos_token_id": 5}, 8),
+        ({"max_new_tokens": lambda number: (1, 3, 60, 64, 65, 128)[number % 6]}, 12),
+    ],
+    ids=["same", "total", "minimum", "others"],
+)
+def test_few_programs_for_many_lengths_and_batches(options, most):
+    """200 prompts of 1 to 120 tokens in batches of 1 to 8; each size of prompts and new tokens with each of rows."""
+    model, rng = gpt2(n_embd=8, n_head=1, eos_token_id=list(range(60))), np.random.default_rng(1)
     left, sizes = 200, []
     while left:
         sizes.append(min(int(rng.integers(1, 9)), left))
         left -= sizes[-1]
     batches = [[rng.integers(0, 60, rng.integers(1, 121)).tolist() for _ in range(size)] for size in sizes]
-    for batch in batches:
-        model.generate(batch, max_new_tokens=2, temperature=0.5 + rng.random(), do_sample=True, pad_token_id=62)
-    count = model._compiled.whole._cache_size()
-    assert 2 <= count <= 8
-    for batch in batches[:10]:
-        limit = int(rng.integers(1, 4))
-        model.generate(batch, max_new_tokens=limit, temperature=0.7, do_sample=True, pad_token_id=61)
-    assert model._compiled.whole._cache_size() <= 12
+    assert 4 <= counted(model, batches, **options) <= most
+    assert model._compiled.whole._cache_size() <= most
 
 
-def test_the_loop_ends_with_its_rows(model, prompts):
-    first = new_tokens(model.generate(prompts[:1], max_new_tokens=1), 0)[0]
-    seen = []
-    outputs = model.generate(
-        prompts[:1], max_new_tokens=50, eos_token_id=first, streamer=lambda tokens: seen.append(tokens.tolist())
-    )
-    assert seen == [[first]]
-    assert outputs.lengths.tolist() == [1]
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2, "early_stopping": True}], ids=["greedy", "beams"])
+def test_finished_rows_cost_nothing(model, prompts, options):
+    """The model runs as often as the row that ends last needs it, and not for rows that only fill the batch."""
+    calls = []
+
+    def count(tokens, scores, filled):
+        jax.debug.callback(lambda: calls.append(1))
+        return scores
+
+    ends = [5, 17, 31, 40, 50, 51, 52, 53]
+    given = {"max_new_tokens": 60, "eos_token_id": ends, "pad_token_id": 62, **options}
+    outputs = model.generate(prompts, logits_processor=[count], **given)
+    jax.effects_barrier()
+    assert 1 < outputs.lengths.max() < 30
+    # A beam that is no answer in the end may have gone on longer.
+    assert outputs.lengths.max() <= len(calls) <= (30 if options else outputs.lengths.max())
 
 
 def chi_square(counts, probabilities):
@@ -243,8 +271,10 @@ WRONG = {
     "bad word beyond": ({"bad_words_ids": [[70]]}, "bad_words_ids"),
     "empty bad word": ({"bad_words_ids": [[]]}, "bad_words_ids"),
     "no tokenizer": ({"stop_strings": "x"}, "tokenizer"),
-    "stop with beams": ({"stop_strings": "x", "num_beams": 2}, "stop_strings"),
-    "stream of beams": ({"streamer": print, "num_beams": 2}, "streamer"),
+    "no tokenizer with beams": ({"stop_strings": "x", "num_beams": 2}, "tokenizer"),
+    "empty string": ({"stop_strings": ["a", ""], "tokenizer": golden.tokenizer("gpt2")}, "empty string"),
+    "no such text": ({"stop_strings": "aXb", "tokenizer": golden.tokenizer("gpt2")}, "spell none"),
+    "stream of beams": ({"streamer": print, "num_beams": 2}, "streamer cannot follow beams"),
     "no encoder": ({"decoder_input_ids": [[1]]}, "decoder_input_ids|input_ids"),
 }
 

@@ -14,7 +14,7 @@ from transformers import BartConfig, T5Config
 from distaff import FlaxBartForConditionalGeneration, FlaxT5ForConditionalGeneration, pipeline
 from distaff.core.tree import flatten
 from distaff.tasks._seq2seq import seq2seq_loss
-from pair_cases import T5, make_corpus, one_line, pairs, results, run, write_rows
+from pair_cases import BART, T5, make_corpus, one_line, pairs, results, run, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +147,22 @@ def test_a_run_leaves_a_folder_that_opens(corpus, tmp_path):
     assert "rougeL" in card
     assert "pipeline_tag: summarization" in card
     assert yaml.safe_load((folder / "recipe.yaml").read_text())["source_prefix"] == "summarize: "
+
+
+def test_a_long_source_and_a_prefix_with_bart(corpus, tmp_path, capsys):
+    """Case T85: a source of 10,000 words is cut and counted, and an empty summary is a row of its own."""
+    rows = [{"document": "the cat " * 5000, "summary": "die Katze"}, {"document": "a dog", "summary": ""}]
+    write_rows(tmp_path / "long.jsonl", rows)
+    folder = tmp_path / "out"
+    bart = ("--model_type", "bart", "--config_overrides", BART, "--max_source_length", 32)
+    test = ("--do_predict", "--test_file", tmp_path / "long.jsonl", "--predict_with_generate")
+    flags = ("--source_prefix", "summarize: ", "--validation_file", corpus / "few.jsonl")
+    assert train(corpus, folder, *bart, *flags, *test, steps=1) == 0
+    assert "2 pairs tokenised; 1 sources were longer than 32 tokens" in capsys.readouterr().err
+    model = FlaxBartForConditionalGeneration.from_pretrained(folder)
+    assert model.config.task_specific_params["summarization"]["prefix"] == "summarize: "
+    assert len((folder / "generated_predictions.txt").read_text().splitlines()) == 2
+    assert 0 <= results(folder, "predict")["predict_rouge1"] <= 100
 
 
 def test_learns_its_pairs_and_writes_them_back(corpus, tmp_path):

@@ -150,7 +150,7 @@ class Text2TextPipeline(GenerationPipeline):
     @classmethod
     def own_options(cls) -> tuple[str, ...]:
         """Return the options that `generate` does not know."""
-        return ("truncation", "prefix", "src_lang", "tgt_lang")
+        return ("truncation", "prefix")
 
 
 class SummarizationPipeline(Text2TextPipeline):
@@ -177,15 +177,22 @@ class TranslationPipeline(Text2TextPipeline):
 
     def _options(self, options: dict[str, Any]) -> dict[str, Any]:
         chosen, target = super()._options(options), options.get("tgt_lang")
-        if target is not None:
-            chosen["forced_bos_token_id"] = self.language(target)
-            return chosen
         config, file = self.model.config, self.model.generation_config or {}
+        start = chosen.get("decoder_start_token_id", file.get("decoder_start_token_id", config.decoder_start_token_id))
+        if target is not None:
+            # Where nothing else starts the decoder, the language does, as in the first mBART.
+            alone = config.model_type == "mbart" and start is None
+            chosen["decoder_start_token_id" if alone else "forced_bos_token_id"] = self.language(target)
+            return chosen
         told = chosen.get("forced_bos_token_id", file.get("forced_bos_token_id"))
-        start = file.get("decoder_start_token_id", config.decoder_start_token_id)
         if config.model_type == "mbart" and told is None and start in (None, config.eos_token_id):
             raise UsageError("This model writes many languages: name the target with tgt_lang, such as 'de_DE'.")
         return chosen
+
+    @classmethod
+    def own_options(cls) -> tuple[str, ...]:
+        """Return the options that `generate` does not know."""
+        return (*super().own_options(), "src_lang", "tgt_lang")
 
     def language(self, code: str) -> int:
         """Return the token of a language. Raises `UsageError` for one that the tokenizer does not have."""
@@ -224,11 +231,13 @@ class Pieces:
 
 
 def open_generator(model: str, **settings: Any) -> GenerationPipeline:
-    """Return the pipeline that fits the model of a folder or Hub id: for decoders, or for encoder-decoders."""
+    """Return the pipeline that fits the model of a folder or Hub id: for decoders, encoder-decoders, or languages."""
     folder = resolve(model)
     config, _ = PretrainedConfig.get_config_dict(folder)
-    encoder_decoder = config.get("is_encoder_decoder") or config.get("model_type") in ("t5", "mt5", "bart", "mbart")
-    return (Text2TextPipeline if encoder_decoder else TextGenerationPipeline)(str(folder), **settings)
+    kind, kinds = config.get("model_type"), {"mbart": TranslationPipeline}
+    if config.get("is_encoder_decoder") or kind in ("t5", "mt5", "bart", "mbart"):
+        return kinds.get(str(kind), Text2TextPipeline)(str(folder), **settings)
+    return TextGenerationPipeline(str(folder), **settings)
 
 
 KINDS = (TextGenerationPipeline, Text2TextPipeline, SummarizationPipeline, TranslationPipeline)

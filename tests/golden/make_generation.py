@@ -16,8 +16,24 @@ import transformers
 
 def answer(model: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
     ids, mask = (torch.from_numpy(array).long() for array in cases.prompts(name))
-    pad = {} if name != "gpt2" else {"pad_token_id": cases.PAD}
-    given = {**options, **pad, "return_dict_in_generate": True, "output_scores": True}
+    if name not in cases.ALONE or "repetition_penalty" not in options:
+        return answers_of(model, name, options, ids, mask)
+    # PyTorch's penalty falls on the pad token too, in rows that are padded: each row without.
+    rows = [answers_of(model, name, options, row[real == 1][None], None) for row, real in zip(ids, mask)]
+    parts = [(len(ids[0]) - int(real.sum()), row["sequences"]) for row, real in zip(rows, mask)]
+    filling = cases.filling(name)
+    sequences = [[filling] * left + sequence for left, several in parts for sequence in several]
+    longest = max(map(len, sequences))
+    sequences = [sequence + [filling] * (longest - len(sequence)) for sequence in sequences]
+    return {"sequences": sequences, "scores": [score for row in rows for score in row["scores"]]}
+
+
+def answers_of(model: Any, name: str, options: dict[str, Any], ids: Any, mask: Any) -> dict[str, Any]:
+    given = {**options, **cases.always(name), "return_dict_in_generate": True, "output_scores": True}
+    stop: Any = None
+    if "stop_strings" in options:
+        given["tokenizer"] = cases.tokenizer(name)
+        stop = transformers.StopStringCriteria(given["tokenizer"], options["stop_strings"])
     output = model.generate(ids, attention_mask=mask, do_sample=False, **given)
     if options.get("num_beams", 1) > 1:
         scores = output.sequences_scores
@@ -30,6 +46,8 @@ def answer(model: Any, name: str, options: dict[str, Any]) -> dict[str, Any]:
             gained = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
             scores = scores + torch.where(open_, gained, 0.0)
             open_ = open_ & ~torch.isin(tokens, ends)
+            if stop is not None:
+                open_ = open_ & ~stop(output.sequences[:, : width + step + 1], None)
     return {"sequences": output.sequences.tolist(), "scores": [round(float(score), 6) for score in scores]}
 
 
@@ -56,6 +74,10 @@ def main() -> None:
             for case, (of, options) in cases.CASES.items():
                 if of == name:
                     stored["answers"][case] = answer(model, name, options)
+    store(stored)
+
+
+def store(stored: dict[str, Any]) -> None:
     parts = [
         f'"{name}": {{\n' + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in part.items()) + "\n}"
         for name, part in stored.items()

@@ -11,6 +11,7 @@ from distaff.generation.decoders import Decoder, Memory, Params
 from distaff.generation.filters import candidates, spread
 from distaff.generation.plan import Plan
 from distaff.generation.processors import Seen, Values, edit
+from distaff.generation.stopping import follow
 
 # Added to the log-probability of what may not be chosen; as Transformers, so that ties fall alike.
 NEVER = -1.0e9
@@ -25,7 +26,8 @@ class Beams:
     done_tokens, done_scores, done_lengths: the best finished sequences so far, best first; scores are divided by a
     power of the length. done: `[batch, beams]`, there is such a sequence. open: `[batch]`, running beams can still
     beat finished ones. ended: a scalar, nothing is left to continue. memory: the model's, `[batch * beams, ...]`.
-    key: of all draws. history: `[capacity, batch * beams, vocab]` edited log-probabilities, None where not asked for.
+    key: of all draws, if any. history: `[capacity, batch * beams, vocab]` edited log-probabilities. stops:
+    `[batch, beams]`, how far each running beam spells a stop string. Both are None where not asked for.
     """
 
     step: jax.Array
@@ -39,8 +41,9 @@ class Beams:
     open: jax.Array
     ended: jax.Array
     memory: Memory
-    key: jax.Array
+    key: Any
     history: jax.Array | None
+    stops: jax.Array | None
 
     def going(self, limit: jax.Array) -> jax.Array:
         """Return whether another token is wanted."""
@@ -53,7 +56,7 @@ def begin(
     prompts: jax.Array,
     first: jax.Array,
     real: jax.Array,
-    key: jax.Array,
+    key: jax.Array | None,
     values: Values,
     plan: Plan,
 ) -> Beams:
@@ -77,6 +80,7 @@ def begin(
         memory=memory,
         key=key,
         history=jnp.zeros((plan.capacity, *scores.shape), jnp.float32) if plan.output_scores else None,
+        stops=jnp.repeat(values["stop_start"][:, None], beams, axis=1) if "stop_start" in values else None,
     )
 
 
@@ -93,6 +97,10 @@ def choose(state: Beams, scores: jax.Array, values: Values, plan: Plan) -> Beams
     tokens = lax.dynamic_update_slice(_picked(state.tokens, parents), ids[..., None], (0, 0, filled))
     step = state.step + 1
     ending = (ids[..., None] == values["eos"][None, None]).any(axis=-1) | (step >= values["limit"])
+    stops = state.stops
+    if stops is not None:
+        stops, complete = follow(_picked(stops, parents), ids, values)
+        ending |= complete
 
     running, chosen = lax.top_k(best + jnp.where(ending, NEVER, 0.0), beams)
     done = _finish(state, tokens, best, ending, step, values, plan)
@@ -103,6 +111,7 @@ def choose(state: Beams, scores: jax.Array, values: Values, plan: Plan) -> Beams
         running=running,
         memory=state.memory.chosen(sources.reshape(-1)),
         history=history,
+        stops=None if stops is None else _picked(stops, chosen),
         **done,
     )
     return _judge(state, ending, values, plan)

@@ -62,6 +62,12 @@ class Options:
         return as_list(self.eos_token_id)
 
     @property
+    def stops(self) -> list[str]:
+        """The strings that end a text."""
+        given = self.stop_strings or []
+        return [given] if isinstance(given, str) else list(given)
+
+    @property
     def filling(self) -> int | None:
         """The token that fills rows up: `pad_token_id`, or the first of the ending tokens."""
         return self.pad_token_id if self.pad_token_id is not None else next(iter(self.eos_ids), None)
@@ -205,8 +211,6 @@ def _check(options: Options) -> None:
         raise UsageError(
             f"num_return_sequences is {several}, and greedy search finds one: set do_sample=True or num_beams."
         )
-    if options.stop_strings and beams > 1:
-        raise UsageError("stop_strings is not supported with num_beams: leave one of them out.")
 
 
 def _check_effect(options: Options, explicit: Mapping[str, Any]) -> None:

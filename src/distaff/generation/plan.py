@@ -12,6 +12,9 @@ from distaff.generation.processors import Values
 
 # The fewest slots of prompts and of new tokens. Below it every length is the same program; powers of two above.
 SMALLEST = 64
+# The fewest slots of new tokens behind prompts that need so many themselves: prompts and new tokens of up to 128, in
+# batches of up to 8, are three pairs of sizes and twelve programs.
+SMALLEST_BEHIND_LONG = 128
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ def bucket(length: int, *, longest: int | None = None, smallest: int = SMALLEST)
     return size if longest is None else max(min(size, longest), length)
 
 
-def new_tokens(options: Options, width: int, longest: int | None) -> tuple[int, int]:
-    """Return how many tokens are generated at most, and for how many slots are made, for prompts of `width` tokens.
+def new_tokens(options: Options, width: int, longest: int | None) -> int:
+    """Return how many tokens are generated at most, for prompts of `width` tokens.
 
     `longest` is how many tokens fit the model, prompts included. Raises `UsageError` where there is no room.
     """
@@ -68,13 +71,20 @@ def new_tokens(options: Options, width: int, longest: int | None) -> tuple[int, 
             f"The prompt has {width} tokens, and {given} new ones do not fit the model's {longest} positions: shorten "
             f"the prompt or generate at most {room}."
         )
-    capacity = bucket(given)
+    return given
+
+
+def new_slots(options: Options, limit: int, *, slots: int, prompts: bool) -> int:
+    """Return how many slots are made for at most `limit` new tokens.
+
+    `slots` is the bucket of what was read; `prompts` says that new tokens follow it, as those of decoders do.
+    """
+    wanted = limit
     if options.max_new_tokens is None and options.max_length is not None:
         # What is left of a given total depends on the prompt: as much as the shortest prompt of the bucket leaves, so
         # that prompts of one bucket are one program.
-        prompt = bucket(width)
-        capacity = bucket(max(given, options.max_length - (prompt // 2 if prompt > SMALLEST else 0)))
-    return given, capacity
+        wanted = max(limit, options.max_length - (slots // 2 if prompts and slots > SMALLEST else 0))
+    return bucket(wanted, smallest=SMALLEST_BEHIND_LONG if slots >= SMALLEST_BEHIND_LONG else SMALLEST)
 
 
 def make_plan(
@@ -128,12 +138,13 @@ def _edits(options: Options, width: int) -> tuple[tuple[str, ...], Values]:
     if words:
         longest = max(map(len, words))
         use("bad_words", bad_words=np.asarray([[-1] * (longest - len(word)) + word for word in words], np.int32))
+    # In force for each width, so that it is one program for all of them.
     least = options.min_new_tokens if options.min_new_tokens is not None else options.min_length - width
-    if least > 0 and options.eos_ids:
+    if (options.min_new_tokens or options.min_length) and options.eos_ids:
         use("minimum", minimum=np.int32(least))
     first = options.forced_bos_token_id
-    if first is not None and width == 1:
-        use("forced_bos", forced_bos=np.asarray([first], np.int32))
+    if first is not None:
+        use("forced_bos", forced_bos=np.asarray([first], np.int32), forced_step=np.int32(0 if width == 1 else -1))
     if options.forced_eos_token_id is not None:
         use("forced_eos", forced_eos=np.asarray(as_list(options.forced_eos_token_id), np.int32))
     if options.remove_invalid_values:

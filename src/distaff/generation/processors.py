@@ -92,7 +92,7 @@ def _forced(scores: jax.Array, ids: jax.Array, now: jax.Array) -> jax.Array:
 
 
 def _forced_bos(scores: jax.Array, seen: Seen, values: Values) -> jax.Array:
-    return _forced(scores, values["forced_bos"], seen.step == 0)
+    return _forced(scores, values["forced_bos"], seen.step == values["forced_step"])
 
 
 def _forced_eos(scores: jax.Array, seen: Seen, values: Values) -> jax.Array:

@@ -19,13 +19,14 @@ State = Rows | Beams
 class Call(NamedTuple):
     """The traced arguments of a generation.
 
-    real: `[batch]`, False for rows that only fill the batch. values: what edits and filters read. key: of all draws.
+    real: `[batch]`, False for rows that only fill the batch. values: what edits and filters read. key: of all draws,
+    None where there are none.
     """
 
     inputs: Inputs
-    real: jax.Array
+    real: Any
     values: Values
-    key: jax.Array
+    key: jax.Array | None
 
 
 class Glance(NamedTuple):
@@ -89,7 +90,7 @@ def _begin(decoder: Decoder, params: Params, call: Call, blank: Blank, plan: Pla
         beams = beam.begin(scores, memory, prompts, first, real, key, values, plan)
         return beam.choose(beams, scores, values, plan)
     prompts, first, real = (jnp.repeat(array, plan.copies, axis=0) for array in (prompts, first, real))
-    rows = sample.begin(scores, memory, prompts, first, real, key, plan)
+    rows = sample.begin(scores, memory, prompts, first, real, key, values, plan)
     return sample.choose(rows, scores, values, plan)
 
 

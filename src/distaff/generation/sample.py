@@ -1,5 +1,7 @@
 """Greedy search and sampling: one token a row and step."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -9,6 +11,7 @@ from distaff.generation.decoders import Decoder, Memory, Params
 from distaff.generation.filters import candidates, spread
 from distaff.generation.plan import Plan
 from distaff.generation.processors import Seen, Values, edit
+from distaff.generation.stopping import follow
 
 
 @struct.dataclass
@@ -16,9 +19,10 @@ class Rows:
     """The state between two steps.
 
     step: how many tokens the rows got, a scalar. tokens: `[rows, slots]`, prompts and what was generated. first:
-    `[rows]`, the slot of each row's first token. finished: `[rows]`, an ending token came. lengths: `[rows]`, generated
-    tokens up to the ending one. scores: `[rows]`, the sum of their log-probabilities. memory: the model's. key: of all
-    draws. history: `[capacity, rows, vocab]`, the scores that tokens were chosen by, None where not asked for.
+    `[rows]`, the slot of each row's first token. finished: `[rows]`, an ending token or a stop string came. lengths:
+    `[rows]`, generated tokens up to the ending one. scores: `[rows]`, the sum of their log-probabilities. memory: the
+    model's. key: of all draws, if any. history: `[capacity, rows, vocab]`, the scores that tokens were chosen by.
+    stops: `[rows]`, how far each row spells a stop string. Both are None where not asked for.
     """
 
     step: jax.Array
@@ -28,8 +32,9 @@ class Rows:
     lengths: jax.Array
     scores: jax.Array
     memory: Memory
-    key: jax.Array
+    key: Any
     history: jax.Array | None
+    stops: jax.Array | None
 
     def going(self, limit: jax.Array) -> jax.Array:
         """Return whether another token is wanted."""
@@ -37,7 +42,14 @@ class Rows:
 
 
 def begin(
-    scores: jax.Array, memory: Memory, prompts: jax.Array, first: jax.Array, real: jax.Array, key: jax.Array, plan: Plan
+    scores: jax.Array,
+    memory: Memory,
+    prompts: jax.Array,
+    first: jax.Array,
+    real: jax.Array,
+    key: jax.Array | None,
+    values: Values,
+    plan: Plan,
 ) -> Rows:
     """Return the state before the first token. `real` `[rows]` is False for rows that only fill the batch."""
     rows, vocab = scores.shape
@@ -52,6 +64,7 @@ def begin(
         memory=memory,
         key=key,
         history=jnp.zeros((plan.capacity, rows, vocab), jnp.float32) if plan.output_scores else None,
+        stops=jnp.repeat(values["stop_start"], plan.copies) if "stop_start" in values else None,
     )
 
 
@@ -76,13 +89,18 @@ def choose(state: Rows, scores: jax.Array, values: Values, plan: Plan) -> Rows:
     if history is not None:
         history = lax.dynamic_update_slice(history, spread(scores, ids, vocab)[None], (state.step, 0, 0))
     tokens = jnp.where(state.finished, values["pad"], tokens)
+    ended, stops = (tokens[:, None] == values["eos"][None]).any(axis=1), state.stops
+    if stops is not None:
+        stops, complete = follow(stops, tokens, values)
+        ended |= complete
     return state.replace(  # type: ignore[attr-defined]
         step=state.step + 1,
         tokens=lax.dynamic_update_slice(state.tokens, tokens[:, None], (0, filled)),
-        finished=state.finished | (tokens[:, None] == values["eos"][None]).any(axis=1),
+        finished=state.finished | ended,
         lengths=state.lengths + ~state.finished,
         scores=state.scores + jnp.where(state.finished, 0.0, gained),
         history=history,
+        stops=stops,
     )
 
 

@@ -18,10 +18,11 @@ from distaff.core.tree import Tree
 from distaff.generation import options as generation_options
 from distaff.generation.decoders import CausalDecoder, EncoderDecoder, Inputs, blank_of
 from distaff.generation.options import Options, resolve_options
-from distaff.generation.plan import Plan, bucket, make_plan, new_tokens
+from distaff.generation.plan import Plan, bucket, make_plan, new_slots, new_tokens
 from distaff.generation.programs import Call, Programs, make_programs
 from distaff.generation.prompts import filled_up, left_padded, read_rows, right_padded, row_bucket, tokens_of
-from distaff.generation.streaming import StopStrings, Streamer, stream
+from distaff.generation.stopping import stop_values
+from distaff.generation.streaming import Streamer, stream
 from distaff.hub import resolve
 from distaff.models._outputs import ModelOutput
 from distaff.pretrained import FlaxPreTrainedModel
@@ -86,32 +87,35 @@ class Generates(FlaxPreTrainedModel):
         vocab = self.config.vocab_size
         start = getattr(self, "decoder_start_token_id", None)
         chosen = resolve_options(self.config, self.generation_config, generation_config, options, start=start)
+        if streamer is not None and chosen.num_beams > 1:
+            raise UsageError("A streamer cannot follow beams, which change their past: leave num_beams or it out.")
         ids, mask = read_rows(input_ids, attention_mask, chosen, vocab)
         inputs, prompts = self._inputs(ids, mask, chosen, decoder_input_ids)
         width = prompts.shape[1]
-        limit, capacity = new_tokens(chosen, width, self._longest)
+        limit = new_tokens(chosen, width, self._longest)
+        capacity = new_slots(chosen, limit, slots=inputs.ids.shape[1], prompts=inputs.start is None)
         processors = tuple(logits_processor or ())
         plan, values = make_plan(
             chosen, vocab=vocab, width=width, limit=limit, capacity=capacity, processors=processors
         )
         key, seed = _key(prng_key, chosen)
         batch = row_bucket(len(ids))
-        inputs = Inputs(*(None if array is None else jnp.asarray(filled_up(array, batch)) for array in inputs))
-        call = Call(inputs, jnp.arange(batch) < len(ids), values, key)
+        if chosen.stops:
+            before = list(prompts) if self._is_encoder_decoder else tokens_of(ids, mask)
+            values |= stop_values(chosen.stops, tokenizer, before, vocab=vocab)
+            values["stop_start"] = filled_up(values["stop_start"], batch)
+        inputs = Inputs(*(None if array is None else filled_up(array, batch) for array in inputs))
+        # From numpy's arrays: operations of jax here would each be a program of its own.
+        call = jax.device_put(Call(inputs, np.arange(batch) < len(ids), values, key))
         started = inputs.ids if inputs.start is None else inputs.start
         init_cache: Any = self.init_cache  # type: ignore[attr-defined]
         blank = blank_of(lambda: init_cache(batch, started.shape[1] + plan.capacity))
         params = self.params if params is None else params
-        if streamer is None and not chosen.stop_strings:
+        if streamer is None:
             state = self._compiled.whole(params, call, blank=blank, plan=plan)
         else:
             rows = len(ids) * plan.copies
-            stop = _stop_strings(chosen, tokenizer, prompts, plan)
-            if plan.num_beams > 1:
-                raise UsageError("A streamer cannot follow beams: leave num_beams out.")
-            state = stream(
-                self._compiled, params, call, blank=blank, plan=plan, rows=rows, streamer=streamer, stop=stop
-            )
+            state = stream(self._compiled, params, call, blank=blank, plan=plan, rows=rows, streamer=streamer)
         return _output(jax.device_get(state.replace(memory=None, key=None)), prompts, plan, seed)
 
     # What a family may say otherwise.
@@ -179,28 +183,16 @@ class Generates(FlaxPreTrainedModel):
         super().save_pretrained(directory, params, **settings)
 
 
-def _key(prng_key: Any, options: Options) -> tuple[jax.Array, int | None]:
-    """Return the key of the draws, and the seed where it is a fresh one."""
+def _key(prng_key: Any, options: Options) -> tuple[jax.Array | None, int | None]:
+    """Return the key of the draws, None where there are none, and the seed where it is a fresh one."""
+    if not options.do_sample:
+        return None, None
     if prng_key is not None:
         typed = jnp.issubdtype(jnp.asarray(prng_key).dtype, jax.dtypes.prng_key)
         return (prng_key if typed else jax.random.wrap_key_data(jnp.asarray(prng_key))), None
-    seed = secrets.randbits(31) if options.do_sample else 0
-    if options.do_sample:
-        logger.info(
-            "Sampling with the fresh seed %d: pass prng_key=jax.random.key(%d) for the same tokens.", seed, seed
-        )
-    return jax.random.key(seed), seed if options.do_sample else None
-
-
-def _stop_strings(options: Options, tokenizer: Any, prompts: np.ndarray, plan: Plan) -> StopStrings | None:
-    strings = [options.stop_strings] if isinstance(options.stop_strings, str) else options.stop_strings
-    if not strings:
-        return None
-    if tokenizer is None:
-        raise UsageError(f"stop_strings={strings!r} are looked for in text: pass tokenizer=...")
-    if not all(strings):
-        raise UsageError("stop_strings holds an empty string: leave it out.")
-    return StopStrings(strings, tokenizer, list(np.repeat(prompts, plan.copies, axis=0)))
+    seed = secrets.randbits(31)
+    logger.info("Sampling with the fresh seed %d: pass prng_key=jax.random.key(%d) for the same tokens.", seed, seed)
+    return jax.random.key(seed), seed
 
 
 def _output(state: Any, prompts: np.ndarray, plan: Plan, seed: int | None) -> FlaxGenerateOutput:

@@ -36,6 +36,8 @@ class GenerateFlags:
     early_stopping: str | None = flag(None, "When beam search ends: true, false or never.")
     repetition_penalty: float | None = flag(None, "Above 1 makes tokens that were used less likely.")
     no_repeat_ngram_size: int | None = flag(None, "Never repeat so many tokens in a row.")
+    src_lang: str | None = flag(None, "Code of the prompts' language, for mBART.")
+    tgt_lang: str | None = flag(None, "Code of the language to write, for mBART.")
     stop_strings: list[str] = flag([], "End a text where one of these comes.")
     seed: int | None = flag(None, "Of the draws; without it they differ each time.")
     batch_size: int = flag(1, "Prompts at a time; with 1, text is shown as it comes.")
@@ -45,7 +47,7 @@ class GenerateFlags:
 
 OPTIONS = (
     "max_new_tokens max_length min_new_tokens do_sample temperature top_k top_p min_p typical_p num_beams "
-    "num_return_sequences length_penalty repetition_penalty no_repeat_ngram_size"
+    "num_return_sequences length_penalty repetition_penalty no_repeat_ngram_size src_lang tgt_lang"
 ).split()
 
 
