@@ -239,11 +239,6 @@ def prepare_model(flags: Seq2SeqFlags, task: Task) -> Side:
     tokenizer = recipe.load_tokenizer(flags, flags.hub_token)
     config = recipe.load_config(flags, tokenizer, flags.hub_token)
     recipe.check_vocabulary(tokenizer, config)
-    if flags.model_name_or_path is None and flags.config_name is None:
-        # BART starts from its end token, id 2, and forces it at the end; here it is the tokenizer's.
-        for name in ("decoder_start_token_id", "forced_eos_token_id"):
-            if getattr(config, name, None) is not None:
-                setattr(config, name, config.eos_token_id)
     task.set_up(tokenizer, config)
     every = getattr(config, "task_specific_params", None) or {}
     asked = {"prefix": flags.source_prefix, "num_beams": flags.num_beams}
