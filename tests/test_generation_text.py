@@ -9,6 +9,7 @@ from transformers import GPT2Config, T5Config
 from distaff import FlaxGPT2LMHeadModel, FlaxT5ForConditionalGeneration, pipeline
 from distaff.cli import main
 from distaff.core.errors import DataError, UsageError
+from distaff.tasks.generate import GenerateFlags, read_prompts
 from distaff.tasks.tokenizer import TokenizerFlags
 from distaff.tasks.tokenizer import run as train_tokenizer
 
@@ -98,7 +99,7 @@ def test_the_command(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("Basel isch\n"))
     assert main(plain) == 0
     assert capsys.readouterr().out == shown
-    seeded = [*plain, "--prompt", "Basel", "--do_sample", "True", "--seed", "3"]
+    seeded = [*plain, "--prompt", "Basel", "--do_sample", "--seed", "3"]
     assert main(seeded) == 0
     first = capsys.readouterr().out
     assert main(seeded) == 0
@@ -121,3 +122,21 @@ def test_wrong_flags_are_refused(folders, capsys, words, message):
     error = capsys.readouterr().err.strip()
     assert message in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("content", [b"Basel\nZ\xfcrich\n", b"\xff"])
+def test_bytes_that_are_not_utf_8_are_one_sentence(folders, tmp_path, capsys, monkeypatch, content):
+    (tmp_path / "prompts.txt").write_bytes(content)
+    word = content.decode("utf-8", "surrogateescape")
+    for words in (["--prompt_file", str(tmp_path / "prompts.txt")], [], ["--prompt", word]):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+        assert main(["generate", folders["gpt2"], *words, "--batch_size", "2", "--max_new_tokens", "1"]) == 1
+        error = capsys.readouterr().err.strip()
+        assert error.startswith("distaff: ")
+        assert error.endswith("'iconv -t utf-8'.")
+
+
+def test_prompts_of_windows(folders, tmp_path):
+    (tmp_path / "prompts.txt").write_bytes("\ufeffBasel\u2028isch\r\n\r\nZürich\r\n".encode())
+    flags = GenerateFlags(model_name_or_path="x", prompt_file=str(tmp_path / "prompts.txt"))
+    assert list(read_prompts(flags)) == ["Basel\u2028isch", "Zürich"]
