@@ -12,6 +12,7 @@ from distaff.core.errors import DataError, UsageError
 from distaff.tasks.generate import GenerateFlags, read_prompts
 from distaff.tasks.tokenizer import TokenizerFlags
 from distaff.tasks.tokenizer import run as train_tokenizer
+from text_cases import tokenizer_of
 
 TEXT = "Zürich isch e schöni Stadt.\nBasel isch au e Stadt.\n"
 
@@ -140,3 +141,18 @@ def test_prompts_of_windows(folders, tmp_path):
     (tmp_path / "prompts.txt").write_bytes("\ufeffBasel\u2028isch\r\n\r\nZürich\r\n".encode())
     flags = GenerateFlags(model_name_or_path="x", prompt_file=str(tmp_path / "prompts.txt"))
     assert list(read_prompts(flags)) == ["Basel\u2028isch", "Zürich"]
+
+
+def test_a_prompt_is_not_ended(folders):
+    """RoBERTa's tokenizer puts the end behind a text; an end that is written in the text stays."""
+    write = pipeline("text-generation", folders["gpt2"])
+    write.tokenizer = tokenizer = tokenizer_of("roberta")
+    inside = tokenizer("Basel", add_special_tokens=False)["input_ids"]
+    assert write.ids_of("Basel") == [tokenizer.bos_token_id, *inside]
+    assert write.ids_of("Basel</s>") == [
+        tokenizer.bos_token_id,
+        *inside,
+        tokenizer.eos_token_id,
+        tokenizer.eos_token_id,
+    ]
+    assert write.ids_of("") == [tokenizer.bos_token_id]
