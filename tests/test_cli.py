@@ -250,3 +250,18 @@ def test_masked_sentences_hold_the_mask(tmp_path):
     found = masked_sentences(["Zero one two three two two three four one two three four."], tokenizer, count=5)
     assert found == [("Zero one two three two <mask> three four one two three four.", "two")] or len(found) == 1
     assert all(sentence.count("<mask>") == 1 for sentence, _ in found)
+
+
+def test_a_group_of_commands_lists_them(capsys):
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"train {name} " in shown for name in ("mlm", "clm", "translation"))
+    assert "eval mlm" not in shown
+    assert main(["train"]) == 2
+    assert "'train' lacks its second word: there are train mlm, train clm" in capsys.readouterr().err
+
+
+def test_help_of_an_opposite(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "clm", "--help"])
+    assert "The same as --do_train False." in " ".join(capsys.readouterr().out.split())

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tokenizers import processors
 from transformers import AutoTokenizer, GPT2Config, GPTNeoConfig, OPTConfig
 
 from distaff import FlaxGPT2LMHeadModel, FlaxGPTNeoForCausalLM, FlaxOPTForCausalLM
 from distaff.cli import main
 from distaff.core.mesh import make_mesh
 from distaff.core.tree import flatten
-from distaff.data.documents import joining_tokenizer, load_documents, token_characters
+from distaff.data.documents import joining_tokenizer, load_documents, prompting_tokenizer, token_characters
 from distaff.data.text import tokenize_blocks
 from distaff.nn.vocabulary import CHUNK
 from distaff.tasks.clm import clm_loss, documents_of
@@ -82,8 +83,12 @@ def test_a_run_leaves_a_folder_that_opens(finished):
     # Each model family names its special tokens in its config, which is what generation starts and stops by.
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model.config.eos_token_id == tokenizer.eos_token_id
-    # The tokenizer is saved as it came, not as documents were joined.
-    assert tokenizer("the cat")["input_ids"][0] == tokenizer.bos_token_id
+    # That of the corpus begins and ends each text, as RoBERTa's; a prompt that has ended would not be continued.
+    original = AutoTokenizer.from_pretrained(corpus / "tokenizer")
+    prompt = original("the cat")["input_ids"]
+    assert prompt[0] == original.bos_token_id
+    assert prompt[-1] == original.eos_token_id
+    assert tokenizer("the cat")["input_ids"] == prompt[1:-1]
     assert "pipeline_tag: text-generation" in (folder / "README.md").read_text()
     assert "compilations: train_step 1, eval_step 1" in printed
 
@@ -419,3 +424,14 @@ def test_a_tokenizer_without_eos_is_refused(corpus, tmp_path, capsys):
     tokenizer_of("bert").save_pretrained(tmp_path / "bert")
     assert clm(corpus, tmp_path / "out", "--tokenizer_name", tmp_path / "bert") == 2
     assert "has no eos token" in one_line(capsys)
+
+
+def test_which_tokenizers_are_saved_otherwise():
+    """One that ends each text is; one that only begins it, as OPT's, stays."""
+    tokenizer = tokenizer_of("roberta")
+    plain = tokenizer("a cat", add_special_tokens=False)["input_ids"]
+    assert prompting_tokenizer(tokenizer)("a cat")["input_ids"] == plain
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=["</s>", "$A"], special_tokens=[("</s>", tokenizer.eos_token_id)]
+    )
+    assert prompting_tokenizer(tokenizer) is tokenizer

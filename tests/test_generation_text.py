@@ -10,10 +10,12 @@ from transformers import GPT2Config, MBartConfig, T5Config
 from distaff import FlaxGPT2LMHeadModel, FlaxMBartForConditionalGeneration, FlaxT5ForConditionalGeneration, pipeline
 from distaff.cli import main
 from distaff.core.errors import DataError, UsageError
+from distaff.tasks.generate import GenerateFlags, read_prompts
 from distaff.tasks.tokenizer import TokenizerFlags
 from distaff.tasks.tokenizer import run as train_tokenizer
 from golden import generation_cases as golden
 from pair_cases import one_line
+from text_cases import tokenizer_of
 
 TEXT = "Zürich isch e schöni Stadt.\nBasel isch au e Stadt.\n"
 
@@ -102,7 +104,7 @@ def test_the_command(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("Basel isch\n"))
     assert main(plain) == 0
     assert capsys.readouterr().out == shown
-    seeded = [*plain, "--prompt", "Basel", "--do_sample", "True", "--seed", "3"]
+    seeded = [*plain, "--prompt", "Basel", "--do_sample", "--seed", "3"]
     assert main(seeded) == 0
     first = capsys.readouterr().out
     assert main(seeded) == 0
@@ -204,3 +206,36 @@ def test_the_target_language_comes_first(small):
     assert write._options({"tgt_lang": "cc"}) == {"decoder_start_token_id": token}
     write.model.generation_config = {"decoder_start_token_id": 2}
     assert write._options({"tgt_lang": "cc"}) == {"forced_bos_token_id": token}
+
+
+@pytest.mark.parametrize("content", [b"Basel\nZ\xfcrich\n", b"\xff"])
+def test_bytes_that_are_not_utf_8_are_one_sentence(folders, tmp_path, capsys, monkeypatch, content):
+    (tmp_path / "prompts.txt").write_bytes(content)
+    word = content.decode("utf-8", "surrogateescape")
+    for words in (["--prompt_file", str(tmp_path / "prompts.txt")], [], ["--prompt", word]):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+        assert main(["generate", folders["gpt2"], *words, "--batch_size", "2", "--max_new_tokens", "1"]) == 1
+        error = capsys.readouterr().err.strip()
+        assert error.startswith("distaff: ")
+        assert error.endswith("'iconv -t utf-8'.")
+
+
+def test_prompts_of_windows(folders, tmp_path):
+    (tmp_path / "prompts.txt").write_bytes("\ufeffBasel\u2028isch\r\n\r\nZürich\r\n".encode())
+    flags = GenerateFlags(model_name_or_path="x", prompt_file=str(tmp_path / "prompts.txt"))
+    assert list(read_prompts(flags)) == ["Basel\u2028isch", "Zürich"]
+
+
+def test_a_prompt_is_not_ended(folders):
+    """RoBERTa's tokenizer puts the end behind a text; an end that is written in the text stays."""
+    write = pipeline("text-generation", folders["gpt2"])
+    write.tokenizer = tokenizer = tokenizer_of("roberta")
+    inside = tokenizer("Basel", add_special_tokens=False)["input_ids"]
+    assert write.ids_of("Basel") == [tokenizer.bos_token_id, *inside]
+    assert write.ids_of("Basel</s>") == [
+        tokenizer.bos_token_id,
+        *inside,
+        tokenizer.eos_token_id,
+        tokenizer.eos_token_id,
+    ]
+    assert write.ids_of("") == [tokenizer.bos_token_id]

@@ -27,7 +27,8 @@ from distaff.data.masking import MlmCollate, MlmMasking
 from distaff.data.text import load_texts, tokenize_lines
 from distaff.tasks._folder import begin
 from distaff.tasks._recipe import command_line
-from distaff.tasks.mlm import MlmFlags, make_data, mlm_loss, read_texts
+from distaff.tasks._text_data import Texts
+from distaff.tasks.mlm import MlmFlags, make_data, mlm_loss, mlm_rows
 from distaff.tasks.tokenizer import TokenizerFlags
 from distaff.tasks.tokenizer import run as train_tokenizer
 from distaff.train import (
@@ -280,18 +281,21 @@ def test_a_dataset_brings_its_own_validation_texts(corpus, tmp_path):
         shutil.copy(corpus / f"{name}.txt", tmp_path / "files" / f"{name}.txt")
     for name, wanted in (("saved", (40, 7)), ("files", (120, 30))):
         flags = MlmFlags(dataset_name=str(tmp_path / name), cache_dir=str(tmp_path / "cache"))
-        assert tuple(map(len, read_texts(flags))) == wanted
+        assert tuple(map(len, Texts(flags).split())) == wanted
     texts["train"].save_to_disk(tmp_path / "one")
-    assert tuple(map(len, read_texts(MlmFlags(dataset_name=str(tmp_path / "one"))))) == (38, 2)
+    assert tuple(map(len, Texts(MlmFlags(dataset_name=str(tmp_path / "one"))).split())) == (38, 2)
 
 
 def test_limits_hold_for_streams_too(corpus, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
     flags = MlmFlags(train_file=str(corpus / "train.txt"), streaming=True, num_eval_samples=50, max_train_samples=60)
+    flags.max_seq_length = 16
+    model = FlaxRobertaForMaskedLM(RobertaConfig(vocab_size=320, num_hidden_layers=1), _do_init=False)
 
     def data(**changes):
         changed = replace(flags, **changes)
-        return make_data(changed, tokenizer, length=16, vocab_size=320, rows=(8, 8))
+        rows = mlm_rows(changed, tokenizer, model)
+        return make_data(changed, tokenizer, rows, vocab_size=320, sizes=(8, 8))
 
     whole, fewer = data(), data(max_eval_samples=10)
     assert whole.eval_steps > fewer.eval_steps > 0
@@ -626,7 +630,7 @@ def test_bad_flags_are_one_sentence(corpus, tmp_path, capsys, flags, words):
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
-        (("--mlm_probability", "1e-9"), 1, "No token of the evaluation texts was masked"),
+        (("--mlm_probability", "1e-9"), 1, "or a higher --mlm_probability"),
         (("--streaming",), 2, "leave it out"),
         (("--do_eval", "False"), 2, "leave --do_eval False out"),
         (("--validation_file", ""), 2, "give --validation_file"),

@@ -171,6 +171,8 @@ def test_inputs_that_cannot_be_are_one_sentence():
         model(np.ones((1, 3), np.int32), masked_positions=np.array([0, 1]))
     with pytest.raises(UsageError, match=r"pass jax\.random\.key\(0\)"):
         model.init_weights(0, (1, 1))
+    with pytest.raises(UsageError, match=r"params=variables\['params'\]"):
+        model(np.ones((1, 3), np.int32), params={"params": model.params})
 
 
 def test_a_config_may_be_a_folder(tmp_path):

@@ -13,7 +13,9 @@ from transformers import BartConfig, T5Config
 
 from distaff import FlaxBartForConditionalGeneration, FlaxT5ForConditionalGeneration, pipeline
 from distaff.core.tree import flatten
+from distaff.tasks._folder import begin
 from distaff.tasks._seq2seq import seq2seq_loss
+from distaff.tasks.summarization import SummarizationFlags
 from pair_cases import BART, T5, make_corpus, one_line, pairs, results, run, write_rows
 
 
@@ -137,6 +139,10 @@ def test_a_run_leaves_a_folder_that_opens(corpus, tmp_path):
     assert model.loading_report.new == ()
     assert model.config.task_specific_params["summarization"] == {"prefix": "summarize: ", "num_beams": 1}
     assert len((folder / "generated_predictions.txt").read_text().splitlines()) == 11
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation["max_new_tokens"] == 16
+    assert generation["eos_token_id"] == model.config.eos_token_id
+    assert generation["decoder_start_token_id"] == model.config.pad_token_id
     assert results(folder, "predict") == {"predict_samples": 11}
     found = results(folder, "eval")
     assert found.keys() == {f"eval_{name}" for name in "loss accuracy rouge1 rouge2 rougeL rougeLsum".split()}
@@ -191,7 +197,8 @@ def test_learns_its_pairs_and_writes_them_back(corpus, tmp_path):
     assert texts[0] == texts[1]
     right = [text == target for text, (_, target) in zip(texts[0].splitlines(), pairs(16, 0), strict=True)]
     assert sum(right) > 14
-    written = pipeline("summarization", str(folder))(pairs(16, 0)[0][0], max_new_tokens=16)
+    # As in the evaluation, without a word about lengths and beams.
+    written = pipeline("summarization", str(folder))(pairs(16, 0)[0][0])
     assert written[0]["summary_text"].strip() == texts[0].splitlines()[0]
     # The prefix that is stored is used: another one gives another loss.
     bare = ("--validation_file", few, "--source_prefix", "", "--output_dir", tmp_path / "bare")
@@ -216,6 +223,20 @@ def test_stop_and_resume_equals_an_uninterrupted_run(corpus, tmp_path):
         np.testing.assert_array_equal(leaf, flatten(again.params)[path], err_msg=path)
     for name in ("eval_loss", "eval_accuracy", "loss"):
         assert results(parts)[name] == results(tmp_path / "whole")[name]
+    # Resumed at its last step and without its log, it is measured again.
+    (parts / "metrics.jsonl").unlink()
+    assert train(corpus, parts, *flags, "--resume_from_checkpoint") == 0
+    assert results(parts)["eval_loss"] == pytest.approx(results(tmp_path / "whole")["eval_loss"], abs=1e-6)
+
+
+def test_an_earlier_runs_predictions_go(tmp_path):
+    """Otherwise they would be taken for those of the run that overwrites it."""
+    names = ("predict_results.json", "generated_predictions.txt")
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    flags = SummarizationFlags(output_dir=str(tmp_path), overwrite_output_dir=True)
+    begin(tmp_path, flags, "summarization")
+    assert not any((tmp_path / name).exists() for name in names)
 
 
 def test_predictions_are_a_line_a_row(corpus, tmp_path, monkeypatch):

@@ -80,6 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
+    group = [name for name in COMMANDS if len(name) > 1 and name[0] == words[0]]
+    if group and words[1:2] in (["-h"], ["--help"], ["help"]):
+        print(usage(group))
+        return 0
     if words[0] in ("-V", "--version"):
         print(importlib.import_module("importlib.metadata").version("distaff"))
         return 0
@@ -105,10 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141  # what a shell gives a process that SIGPIPE ended
 
 
-def usage() -> str:
-    """Return the list of commands."""
+def usage(names: Collection[tuple[str, ...]] = COMMANDS) -> str:
+    """Return the list of the commands `names`."""
     lines = ["usage: distaff COMMAND [flags]   (distaff COMMAND --help for its flags)", ""]
-    lines += [f"  {' '.join(name):<20} {command.help}" for name, command in COMMANDS.items()]
+    lines += [f"  {' '.join(name):<20} {COMMANDS[name].help}" for name in names]
     lines += [
         "",
         "  A .yaml file after the command holds flags; flags on the command line win over it.",
@@ -127,7 +131,10 @@ def find_command(words: Sequence[str]) -> tuple[tuple[str, ...], Command]:
         raise UsageError(f"{words[0]} stands where a command belongs: see 'distaff --help'.")
     asked = " ".join(word for word in words[:2] if not word.startswith("-"))
     known = [" ".join(name) for name in COMMANDS]
-    near = difflib.get_close_matches(asked, known, 1) or [name for name in known if name.startswith(f"{words[0]} ")]
+    group = [name for name in known if name.startswith(f"{words[0]} ")]
+    if group and asked == words[0]:
+        raise UsageError(f"'{asked}' lacks its second word: there are {', '.join(group)}.")
+    near = difflib.get_close_matches(asked, known, 1) or group
     raise UsageError(
         f"There is no command '{asked}'"
         + (f": did you mean 'distaff {near[0]}'?" if near else f": there are {', '.join(known)}.")
@@ -158,7 +165,11 @@ def parse(name: tuple[str, ...], command: Command, flags_class: Any, words: list
     known = {option: action.dest for action in parser._actions for option in action.option_strings}
     unused = TRAINING_ONLY if name[0] == "eval" else frozenset()
     for action in parser._actions:
-        action.help = argparse.SUPPRESS if action.dest in unused else action.help
+        if action.dest in unused:
+            action.help = argparse.SUPPRESS
+        elif action.option_strings and action.option_strings[0].startswith("--no_") and action.const is False:
+            # HfArgumentParser gives the opposite of a flag the help of the flag itself.
+            action.help = f"The same as --{action.dest} False."
     recipe = words[0] if words and words[0].endswith((".yaml", ".yml")) else None
     words = words if recipe is None else words[1:]
     for word in words:

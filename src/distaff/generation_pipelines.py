@@ -63,6 +63,10 @@ class GenerationPipeline:
         """Return what is tokenised for a text."""
         return text
 
+    def ids_of(self, text: str) -> list[int]:
+        """Return the tokens of what was prepared."""
+        return self.tokenizer(text)["input_ids"]
+
     def result(self, text: str, row: list[int], new: list[int], options: dict[str, Any]) -> str:
         """Return the answer for a text, its tokens, and the new ones."""
         return self.tokenizer.decode(new, skip_special_tokens=True).strip()
@@ -86,7 +90,7 @@ class GenerationPipeline:
         return results
 
     def _rows(self, texts: list[str], options: dict[str, Any]) -> list[list[int]]:
-        rows = [self.tokenizer(self.prepared(text, options))["input_ids"] for text in texts]
+        rows = [self.ids_of(self.prepared(text, options)) for text in texts]
         empty = next((index for index, row in enumerate(rows) if not row), None)
         if empty is not None:
             raise DataError(f"Text {empty} ({texts[empty]!r}) has no tokens: write something.")
@@ -120,6 +124,15 @@ class TextGenerationPipeline(GenerationPipeline):
 
     auto_class = FlaxAutoModelForCausalLM
     task = "text-generation"
+
+    def ids_of(self, text: str) -> list[int]:
+        """Return the tokens of a text, without the end that tokenizers made for encoders put behind it.
+
+        A text that has ended is not continued: the model would begin another one.
+        """
+        row, eos = super().ids_of(text), self.tokenizer.eos_token
+        added = len(row) > 1 and row[-1] == self.tokenizer.eos_token_id and not text.endswith(str(eos))
+        return row[:-1] if added else row
 
     def result(self, text: str, row: list[int], new: list[int], options: dict[str, Any]) -> str:
         """Return the text and its continuation, or that alone."""

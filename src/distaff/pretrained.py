@@ -227,6 +227,8 @@ class FlaxPreTrainedModel:
         # A list is an array that is not made yet; other containers, such as a cache, hold arrays.
         arrays = jax.tree.map(jnp.asarray, given, is_leaf=lambda value: isinstance(value, list))
         params = self.params if params is None else params
+        if list(params) == ["params"]:
+            raise UsageError("params is what a module's init returns: pass what is in it, params=variables['params'].")
         return self._jitted(params, arrays, dropout_rng, train=train, options=tuple(sorted(options.items())))
 
     # Loading and saving.

@@ -100,6 +100,8 @@ class Seq2SeqBattery(Seq2SeqNumbers):
             ({"attention_mask": np.ones((3, 7), np.int32)}, r"^attention_mask is \[3, 7\]"),
             ({"decoder_attention_mask": np.ones((3, 1), np.int32)}, r"^decoder_attention_mask is \[3, 1\]"),
             ({"input_ids": np.ones((3, 8), np.float32)}, "float32"),
+            ({"input_ids": np.ones((3, 0), np.int32), "attention_mask": None}, r"^input_ids is \[3, 0\], rows without"),
+            ({"decoder_input_ids": np.ones((3, 0), np.int32), "decoder_attention_mask": None}, r"^decoder_input_ids"),
             ({"decoder_input_ids": np.ones((2, 6), np.int32), "decoder_attention_mask": None}, "2 rows"),
         ],
     )

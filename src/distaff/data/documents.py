@@ -109,6 +109,15 @@ def joining_tokenizer(tokenizer: Any, *, add_eos: bool = True) -> Any:
     return joining
 
 
+def prompting_tokenizer(tokenizer: Any) -> Any:
+    """Return `tokenizer` for a model of joined documents: one that ends each text, like RoBERTa's, no longer does.
+
+    Neither then does it begin them: the model has seen no token for that.
+    """
+    ends = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
+    return joining_tokenizer(tokenizer, add_eos=False) if ends else tokenizer
+
+
 def token_characters(tokenizer: Any) -> np.ndarray:
     """Return how many characters of a text each token stands for, [vocab] float32; special tokens stand for none.
 

@@ -1,5 +1,6 @@
 """What decoder-only families share: the head, the call with a cache, and the cache itself."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -12,12 +13,15 @@ from distaff.core.errors import DataError
 from distaff.core.tree import Tree
 from distaff.models._family import FlaxTextModel, check_ids, default_flag
 from distaff.models._generation import Generates
-from distaff.models._outputs import FlaxCausalLMOutputWithPast
-from distaff.nn.cache import Cache, empty_cache
+from distaff.models._outputs import FlaxBaseModelOutputWithPast, FlaxCausalLMOutputWithPast
+from distaff.nn.cache import Cache, advance, empty_cache
 from distaff.nn.heads import Decoder
+from distaff.nn.layer import LayerInputs
 from distaff.nn.mask import bias_of, causal_mask, padding_mask
+from distaff.nn.stack import StackOutputs
 from distaff.nn.vocabulary import Projection
 from distaff.resizing import vocab_rows
+from distaff.weights import Row, Tie, linear, prefixed
 
 
 def causal_bias(hidden: jax.Array, attention_mask: jax.Array | None, cache: Cache | None) -> jax.Array:
@@ -31,6 +35,30 @@ def next_positions(input_ids: jax.Array, cache: Cache | None) -> jax.Array:
     """Return `[batch, length]`: 0, 1, 2, ..., counted on from the tokens in the cache."""
     positions = lax.broadcasted_iota(jnp.int32, input_ids.shape, 1)
     return positions if cache is None else positions + cache.filled
+
+
+def run_layers(
+    stack: Callable[..., StackOutputs],
+    hidden: jax.Array,
+    bias: jax.Array,
+    cache: Cache | None,
+    *,
+    finish: Callable[[jax.Array], jax.Array],
+    **options: Any,
+) -> FlaxBaseModelOutputWithPast:
+    """Run embeddings `[batch, length, embed]` through `stack` behind the tokens in the cache.
+
+    bias: on the scores, `[..., batch or 1, 1, length, keys]`. finish: makes the last state of that of the last layer.
+    """
+    start, layers = (None, None) if cache is None else (cache.filled, cache.layers)
+    outputs = stack(hidden, LayerInputs(bias, start=start), layers, **options)
+    last, states = finish(outputs.last), outputs.hidden_states
+    return FlaxBaseModelOutputWithPast(
+        last,
+        advance(cache, outputs.caches, hidden.shape[1]),
+        None if states is None else (*states[:-1], last),
+        outputs.attentions,
+    )
 
 
 class ForCausalLM(nn.Module):
@@ -82,6 +110,27 @@ class ForCausalLM(nn.Module):
 
 class FlaxCausalModel(Generates, FlaxTextModel):
     """A decoder that continues token ids `[batch, length]`, with or without a cache of those before."""
+
+    # PyTorch's name of the word embeddings inside of the base model.
+    words_key: ClassVar[str] = "wte.weight"
+
+    @classmethod
+    def rows(cls, module) -> list[Row]:
+        """Rows of all parameters of `module`: those of the base, and under its prefix with those of the head."""
+        base = cls.base_rows(module.config)
+        return base if cls._is_base() else prefixed(cls.base_model_prefix, base) + cls.head_rows(module.config)
+
+    @classmethod
+    def head_rows(cls, config) -> list[Row]:
+        """Rows of a head that is not tied."""
+        if config.tie_word_embeddings:
+            return []
+        return linear("lm_head", "lm_head", ("embed", "vocab"), bias=False, required=False)
+
+    @classmethod
+    def ties(cls, config) -> tuple[Tie, ...]:
+        """The head, where there is one, repeats the word embeddings."""
+        return () if cls._is_base() else (Tie("lm_head.weight", f"{cls.base_model_prefix}.{cls.words_key}"),)
 
     def __call__(  # type: ignore[override]
         self,

@@ -38,6 +38,8 @@ class FlaxSeq2SeqModel(Generates):
     check_inputs: bool = True
     #: Without decoder inputs the source is decoded, as in BART's denoising; other families want both.
     decodes_source: ClassVar[bool] = False
+    #: Decoder inputs that are made from labels start with each row's own last token, instead of the start token.
+    wraps_labels: ClassVar[bool] = False
 
     def dummy_inputs(self, input_shape: tuple[int, ...]) -> dict[str, jax.Array]:
         """Return inputs of `input_shape` for both halves."""
@@ -193,11 +195,14 @@ class FlaxSeq2SeqModel(Generates):
         )
 
     def prepare_decoder_input_ids_from_labels(self, labels):
-        """Return decoder inputs `[batch, length]`: `labels` shifted to the right behind the start token."""
+        """Return decoder inputs `[batch, length]`: `labels` shifted to the right behind the start token.
+
+        In mBART each row starts with its own last token that is no padding, its language.
+        """
         pad = self.config.pad_token_id
         if pad is None:
             raise ConfigError(f"{type(self.config).__name__} has no pad_token_id, which stands for labels of -100.")
-        return shift_tokens_right(labels, pad, self.decoder_start_token_id)
+        return shift_tokens_right(labels, pad, None if self.wraps_labels else self.decoder_start_token_id)
 
     # Inside.
 
@@ -220,6 +225,8 @@ class FlaxSeq2SeqModel(Generates):
             raise DataError(
                 f"{side}input_ids is {list(shape)} and must be [batch, length]: add the missing axes, as in ids[None]."
             )
+        if shape[1] == 0:
+            raise DataError(f"{side}input_ids is {list(shape)}, rows without a token: there is nothing to compute.")
         check_ids(f"{side}input_ids", ids, self.config.vocab_size, "vocab_size")
         columns = shape[1] if cache is None else cache.slots
         if mask is not None and np.shape(mask) not in ((shape[0], columns), (shape[0], shape[1], columns)):

@@ -8,17 +8,17 @@ from flax import linen as nn
 from transformers import GPT2Config
 
 from distaff.models import _causal as causal
-from distaff.models._causal import FlaxCausalModel, causal_bias, next_positions
+from distaff.models._causal import FlaxCausalModel, causal_bias, next_positions, run_layers
 from distaff.models._family import check_activation, check_fields, check_heads
 from distaff.models._outputs import FlaxBaseModelOutputWithPast
-from distaff.nn.cache import Cache, advance
+from distaff.nn.cache import Cache
 from distaff.nn.dropout import Dropout
 from distaff.nn.embed import embedding as embedding_table
-from distaff.nn.layer import LayerInputs, TransformerLayer
+from distaff.nn.layer import TransformerLayer
 from distaff.nn.norm import LayerNorm
 from distaff.nn.stack import Stack
 from distaff.resizing import vocab_rows
-from distaff.weights import Row, Tie, conv1d, embedding, linear, norm, prefixed, repeated
+from distaff.weights import Row, conv1d, embedding, norm, repeated
 
 # What the config means.
 
@@ -112,21 +112,15 @@ class GPT2Module(nn.Module):
         stack = Stack(
             GPT2Layer, layer_fields, config.n_layer, remat=self.gradient_checkpointing, scan=self.scan_layers, name="h"
         )
-        outputs = stack(
+        return run_layers(
+            stack,
             hidden,
-            LayerInputs(causal_bias(hidden, attention_mask, cache), start=None if cache is None else cache.filled),
-            None if cache is None else cache.layers,
+            causal_bias(hidden, attention_mask, cache),
+            cache,
+            finish=LayerNorm(eps=config.layer_norm_epsilon, **dtypes, name="ln_f"),
             deterministic=deterministic,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
-        )
-        last = LayerNorm(eps=config.layer_norm_epsilon, **dtypes, name="ln_f")(outputs.last)
-        states = outputs.hidden_states
-        return FlaxBaseModelOutputWithPast(
-            last,
-            advance(cache, outputs.caches, input_ids.shape[1]),
-            None if states is None else (*states[:-1], last),
-            outputs.attentions,
         )
 
 
@@ -185,11 +179,6 @@ class FlaxGPT2PreTrainedModel(FlaxCausalModel):
         """Rows of the base model, without its prefix."""
         return gpt2_rows(config)
 
-    @classmethod
-    def rows(cls, module) -> list[Row]:
-        """Rows of all parameters of `module`."""
-        return gpt2_rows(module.config)
-
 
 class FlaxGPT2Model(FlaxGPT2PreTrainedModel):
     """The decoder: hidden states."""
@@ -201,19 +190,6 @@ class FlaxGPT2LMHeadModel(FlaxGPT2PreTrainedModel):
     """Causal language modeling."""
 
     module_class = GPT2LMHeadModule
-
-    @classmethod
-    def rows(cls, module) -> list[Row]:
-        """Rows of the base model under its prefix, and of a head that is not tied."""
-        rows = prefixed(cls.base_model_prefix, gpt2_rows(module.config))
-        if not module.config.tie_word_embeddings:
-            rows += linear("lm_head", "lm_head", ("embed", "vocab"), bias=False, required=False)
-        return rows
-
-    @classmethod
-    def ties(cls, config) -> tuple[Tie, ...]:
-        """The head repeats the word embeddings."""
-        return (Tie("lm_head.weight", "transformer.wte.weight"),)
 
 
 FlaxGPT2ForCausalLM = FlaxGPT2LMHeadModel

@@ -9,10 +9,10 @@ from transformers import GPTNeoConfig
 
 from distaff.core.errors import ConfigError
 from distaff.models import _causal as causal
-from distaff.models._causal import FlaxCausalModel, causal_bias, next_positions
+from distaff.models._causal import FlaxCausalModel, causal_bias, next_positions, run_layers
 from distaff.models._family import check_activation, check_fields, check_heads
 from distaff.models._outputs import FlaxBaseModelOutputWithPast
-from distaff.nn.cache import Cache, advance
+from distaff.nn.cache import Cache
 from distaff.nn.dropout import Dropout
 from distaff.nn.embed import embedding as embedding_table
 from distaff.nn.layer import LayerInputs, TransformerLayer
@@ -20,7 +20,7 @@ from distaff.nn.mask import bias_of, causal_mask
 from distaff.nn.norm import LayerNorm
 from distaff.nn.stack import Stack
 from distaff.resizing import vocab_rows
-from distaff.weights import Row, Tie, embedding, linear, norm, prefixed, repeated
+from distaff.weights import Row, embedding, linear, norm, repeated
 
 # What the config means.
 
@@ -116,21 +116,15 @@ class GPTNeoModule(nn.Module):
         }
         bias = global_and_local_bias(hidden, attention_mask, cache, config.window_size)
         flags = (self.gradient_checkpointing, self.scan_layers)
-        outputs = Stack(GPTNeoLayer, layer_fields, config.num_layers, *flags, name="h")(
+        return run_layers(
+            Stack(GPTNeoLayer, layer_fields, config.num_layers, *flags, name="h"),
             hidden,
-            LayerInputs(bias, start=None if cache is None else cache.filled),
-            None if cache is None else cache.layers,
+            bias,
+            cache,
+            finish=LayerNorm(eps=config.layer_norm_epsilon, **dtypes, name="ln_f"),
             deterministic=deterministic,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
-        )
-        last = LayerNorm(eps=config.layer_norm_epsilon, **dtypes, name="ln_f")(outputs.last)
-        states = outputs.hidden_states
-        return FlaxBaseModelOutputWithPast(
-            last,
-            advance(cache, outputs.caches, input_ids.shape[1]),
-            None if states is None else (*states[:-1], last),
-            outputs.attentions,
         )
 
 
@@ -193,18 +187,13 @@ class FlaxGPTNeoPreTrainedModel(FlaxCausalModel):
         if len(kinds) != config.num_layers or not {"global", "local"}.issuperset(kinds):
             raise ConfigError(
                 f"attention_layers={list(kinds)!r} with num_layers={config.num_layers}: name 'global' or 'local' for "
-                "each layer."
+                "each layer, by attention_types=[[[global,local],N]]."
             )
 
     @classmethod
     def base_rows(cls, config) -> list[Row]:
         """Rows of the base model, without its prefix."""
         return gpt_neo_rows(config)
-
-    @classmethod
-    def rows(cls, module) -> list[Row]:
-        """Rows of all parameters of `module`."""
-        return gpt_neo_rows(module.config)
 
 
 class FlaxGPTNeoModel(FlaxGPTNeoPreTrainedModel):
@@ -217,16 +206,3 @@ class FlaxGPTNeoForCausalLM(FlaxGPTNeoPreTrainedModel):
     """Causal language modeling."""
 
     module_class = GPTNeoForCausalLMModule
-
-    @classmethod
-    def rows(cls, module) -> list[Row]:
-        """Rows of the base model under its prefix, and of a head that is not tied."""
-        rows = prefixed(cls.base_model_prefix, gpt_neo_rows(module.config))
-        if not module.config.tie_word_embeddings:
-            rows += linear("lm_head", "lm_head", ("embed", "vocab"), bias=False, required=False)
-        return rows
-
-    @classmethod
-    def ties(cls, config) -> tuple[Tie, ...]:
-        """The head repeats the word embeddings."""
-        return (Tie("lm_head.weight", "transformer.wte.weight"),)

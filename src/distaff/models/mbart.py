@@ -61,10 +61,12 @@ class FlaxMBartPreTrainedModel(FlaxBartPreTrainedModel):
     config_class: ClassVar[Any] = MBartConfig
     allowed = ALLOWED
     final_norm = True
+    # Its last token is the language, in labels of mBART-50 the end; as in PyTorch, whatever generation starts from.
+    wraps_labels = True
 
     @property
     def decoder_start_token_id(self) -> int | None:
-        """The config's; None where each row starts with its language, the last token of its labels."""
+        """The config's; None where each row starts with its language."""
         return self.config.decoder_start_token_id
 
 

@@ -10,17 +10,17 @@ from jax import lax
 from transformers import OPTConfig
 
 from distaff.models import _causal as causal
-from distaff.models._causal import FlaxCausalModel, causal_bias, next_positions
+from distaff.models._causal import FlaxCausalModel, causal_bias, next_positions, run_layers
 from distaff.models._family import check_activation, check_fields, check_heads
 from distaff.models._outputs import FlaxBaseModelOutputWithPast
-from distaff.nn.cache import Cache, advance
+from distaff.nn.cache import Cache
 from distaff.nn.embed import embedding as embedding_table
-from distaff.nn.layer import LayerInputs, TransformerLayer
+from distaff.nn.layer import TransformerLayer
 from distaff.nn.mask import causal_mask, padding_mask
 from distaff.nn.norm import LayerNorm
 from distaff.nn.stack import Stack
 from distaff.resizing import vocab_rows
-from distaff.weights import Row, Tie, embedding, linear, norm, prefixed, repeated
+from distaff.weights import Row, embedding, linear, norm, repeated
 
 # What the config means.
 
@@ -97,31 +97,28 @@ class OPTModule(nn.Module):
         output_hidden_states: bool = False,
     ) -> FlaxBaseModelOutputWithPast:
         """Read `input_ids` and `position_ids` `[batch, length]`; `attention_mask` is `[batch, keys]`."""
-        config, cache = self.config, past_key_values
+        cache = past_key_values
         if position_ids is None:
             position_ids = positions_of(input_ids, attention_mask, cache)
         hidden = self.embed(input_ids, position_ids)
-        outputs = self.stack()(
+        return run_layers(
+            self.stack(),
             hidden,
-            LayerInputs(causal_bias(hidden, attention_mask, cache), start=None if cache is None else cache.filled),
-            None if cache is None else cache.layers,
+            causal_bias(hidden, attention_mask, cache),
+            cache,
+            finish=self.finish,
             deterministic=deterministic,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        last = outputs.last
+
+    def finish(self, last: jax.Array) -> jax.Array:
+        """Return the last state `[batch, length, word embed]` for that of the last layer."""
+        config = self.config
         if has_final_norm(config):
             norm = LayerNorm(eps=NORM_EPS, dtype=self.dtype, param_dtype=self.param_dtype, name="final_layer_norm")
             last = norm(last)
-        if is_projected(config):
-            last = self.projection(config.word_embed_proj_dim, "project_out")(last)
-        states = outputs.hidden_states
-        return FlaxBaseModelOutputWithPast(
-            last,
-            advance(cache, outputs.caches, input_ids.shape[1]),
-            None if states is None else (*states[:-1], last),
-            outputs.attentions,
-        )
+        return self.projection(config.word_embed_proj_dim, "project_out")(last) if is_projected(config) else last
 
     def embed(self, input_ids: jax.Array, position_ids: jax.Array) -> jax.Array:
         """Return `[batch, length, embed]`."""
@@ -233,6 +230,7 @@ class FlaxOPTPreTrainedModel(FlaxCausalModel):
 
     config_class: ClassVar[Any] = OPTConfig
     base_model_prefix = "model"
+    words_key = "decoder.embed_tokens.weight"
 
     @classmethod
     def check_config(cls, config) -> None:
@@ -247,9 +245,9 @@ class FlaxOPTPreTrainedModel(FlaxCausalModel):
         return opt_rows(config)
 
     @classmethod
-    def rows(cls, module) -> list[Row]:
-        """Rows of all parameters of `module`."""
-        return opt_rows(module.config)
+    def head_rows(cls, config) -> list[Row]:
+        """Rows of a head that is not tied."""
+        return _initialised(config, super().head_rows(config))
 
 
 class FlaxOPTModel(FlaxOPTPreTrainedModel):
@@ -262,17 +260,3 @@ class FlaxOPTForCausalLM(FlaxOPTPreTrainedModel):
     """Causal language modeling."""
 
     module_class = OPTForCausalLMModule
-
-    @classmethod
-    def rows(cls, module) -> list[Row]:
-        """Rows of the base model under its prefix, and of a head that is not tied."""
-        rows = prefixed(cls.base_model_prefix, opt_rows(module.config))
-        if not module.config.tie_word_embeddings:
-            head = linear("lm_head", "lm_head", ("embed", "vocab"), bias=False, required=False)
-            rows += _initialised(module.config, head)
-        return rows
-
-    @classmethod
-    def ties(cls, config) -> tuple[Tie, ...]:
-        """The head repeats the word embeddings."""
-        return (Tie("lm_head.weight", "model.decoder.embed_tokens.weight"),)

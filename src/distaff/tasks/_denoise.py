@@ -10,10 +10,11 @@ from distaff.core.errors import UsageError
 from distaff.nn.vocabulary import cross_entropy_sum, score_sums
 from distaff.tasks import _text as text
 from distaff.tasks._flags import TextFlags, flag
+from distaff.tasks._text_data import DocumentFlags
 
 
 @dataclass(kw_only=True)
-class DenoiseFlags(text.DocumentFlags, TextFlags):
+class DenoiseFlags(DocumentFlags, TextFlags):
     """Flags of `distaff train t5-mlm` and `bart-dlm`."""
 
     preview: int = flag(0, "Print so many pairs of input and target, decoded, and leave.")

@@ -130,7 +130,7 @@ class TrainingFlags:
     push_to_hub: bool = flag(False, "Publish the folder at the end.")
     hub_model_id: str | None = flag(None, "Repository to publish to, by default the folder's name.")
     hub_token: str | None = flag(None, "Token of the Hub, by default the one that is logged in.")
-    hub_private_repo: bool | None = flag(None, "Make the repository private.")
+    hub_private_repo: bool | None = flag(None, "Make the repository private.", nargs="?", const=True)
 
     def check_numbers(self) -> None:
         """Raise `UsageError` for values that neither a training nor an evaluation can have."""

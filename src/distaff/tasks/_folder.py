@@ -17,7 +17,8 @@ from distaff.tasks._flags import as_recipe
 from distaff.train.checkpoint import complete_steps
 from distaff.train.resume import CHECKPOINTS
 
-RESULTS = ("all_results.json", "train_results.json", "eval_results.json")
+RESULTS = ("all_results.json", "train_results.json", "eval_results.json", "predict_results.json")
+PREDICTIONS = "generated_predictions.txt"
 # What shows that a run wrote here.
 MARKS = ("recipe.yaml", "metrics.jsonl", CHECKPOINTS, *RESULTS)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".msgpack", ".h5", ".pt", ".pth", ".ckpt", ".onnx", ".gguf")
@@ -83,7 +84,7 @@ def begin(folder: Path, flags: Any, recipe: str) -> None:
         return
     try:
         if flags.overwrite_output_dir and flags.resume_from_checkpoint is None:
-            for name in RESULTS:
+            for name in (*RESULTS, PREDICTIONS):
                 (folder / name).unlink(missing_ok=True)
             # A model that the run starts from stays until the new one replaces it.
             if not _is(flags.model_name_or_path, folder):

@@ -20,6 +20,7 @@ from distaff.tasks._flags import ModelFlags, TrainingFlags, check_dtypes, check_
 
 # The defaults of the old script, where model and tokenizer allow so many.
 SOURCE_LENGTH, TARGET_LENGTH = 1024, 128
+_GENERATION_IDS = "bos_token_id eos_token_id pad_token_id forced_eos_token_id".split()
 # Lengths are multiples of this, so that data that grew by a word does not mean other programs.
 _LENGTH_MULTIPLE = 8
 
@@ -239,11 +240,6 @@ def prepare_model(flags: Seq2SeqFlags, task: Task) -> Side:
     tokenizer = recipe.load_tokenizer(flags, flags.hub_token)
     config = recipe.load_config(flags, tokenizer, flags.hub_token)
     recipe.check_vocabulary(tokenizer, config)
-    if flags.model_name_or_path is None and flags.config_name is None:
-        # BART starts from its end token, id 2, and forces it at the end; here it is the tokenizer's.
-        for name in ("decoder_start_token_id", "forced_eos_token_id"):
-            if getattr(config, name, None) is not None:
-                setattr(config, name, config.eos_token_id)
     task.set_up(tokenizer, config)
     every = getattr(config, "task_specific_params", None) or {}
     asked = {"prefix": flags.source_prefix, "num_beams": flags.num_beams}
@@ -260,8 +256,10 @@ def prepare_model(flags: Seq2SeqFlags, task: Task) -> Side:
     generation["decoder_start_token_id"] = model.decoder_start_token_id
     if getattr(config, "forced_bos_token_id", None) is not None:
         generation["forced_bos_token_id"] = config.forced_bos_token_id
-    if model.generation_config is not None:
-        model.generation_config |= generation
+    # What is saved writes as it was evaluated, in PyTorch too, which reads no ids of the config beside such a file.
+    ids = {name: getattr(config, name, None) for name in _GENERATION_IDS}
+    known = {name: value for name, value in ids.items() if value is not None}
+    model.generation_config = {**known, **(model.generation_config or {}), **generation}
     return Side(model, tokenizer, lengths, settings["prefix"], generation)
 
 

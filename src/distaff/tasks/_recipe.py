@@ -18,6 +18,7 @@ from distaff.models import FAMILIES
 from distaff.pretrained import FlaxPreTrainedModel
 from distaff.tasks import _folder
 from distaff.tasks._flags import SECRET_FLAGS, ModelFlags, TextFlags, TrainingFlags
+from distaff.tasks._overrides import override
 from distaff.tasks.tokenizer import save_tokenizer
 
 logger = logging.getLogger("distaff")
@@ -84,14 +85,6 @@ def fit_config_to_tokenizer(config, tokenizer) -> None:
                 setattr(config, name, config.eos_token_id)
         if getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id
-
-
-def override(config, text: str) -> None:
-    """Change `config` by `name=value,...`; each value is read as the type that the field has."""
-    try:
-        config.update_from_string(text)
-    except Exception as error:  # each config class raises its own
-        raise UsageError(f"--config_overrides '{text}' does not fit the config: {_first_line(error)}.") from error
 
 
 def load_model(auto_class, flags: ModelFlags, config, *, seed: int, token: str | None = None) -> Any:

@@ -20,6 +20,7 @@ from distaff.core.errors import UsageError
 from distaff.core.mesh import make_mesh
 from distaff.core.tree import Tree
 from distaff.data.batches import Batches
+from distaff.models._seq2seq import shift_tokens_right
 from distaff.nn.vocabulary import cross_entropy_sum, score_sums
 from distaff.tasks import _folder
 from distaff.tasks import _recipe as recipe
@@ -124,6 +125,8 @@ def train(flags: Seq2SeqFlags, task: Task) -> int:
         # Resumed at its last step: nothing was trained, and what was measured then stands in the log.
         logger.info("All %d steps were done before; the model is written again.", result.step)
         metrics = _folder.logged_at(folder, result.step)
+        if evaluation is not None and "eval_loss" not in metrics:
+            metrics |= figures(flags, task, side, result.state.params, evaluation, mesh)
     params, predicted = result.state.params, {}
     if test is not None:
         predicted = predict(flags, task, side, params, test, mesh, folder)
@@ -163,10 +166,7 @@ def evaluate_only(flags: Seq2SeqFlags, task: Task) -> int:
     if flags.do_eval:
         evaluation = hold_out(flags, side, read_pairs(flags, task)[1], rows)
         assert evaluation is not None
-        values = measure(flags, side, params, evaluation.batches, mesh)
-        if flags.predict_with_generate:
-            values |= scorer(task, side, evaluation)(params)
-        named = {f"eval_{name}": value for name, value in values.items()}
+        named = figures(flags, task, side, params, evaluation, mesh)
         if folder is not None:
             _folder.write_results(folder, {"eval": named}, add=True)
     test = hold_out(flags, side, read_test(flags, task), rows)
@@ -181,7 +181,12 @@ def evaluate_only(flags: Seq2SeqFlags, task: Task) -> int:
 
 def loss_function(flags: Seq2SeqFlags, model):
     """Return `(params, batch, rng) -> sums` of the model."""
-    inputs = model.prepare_decoder_input_ids_from_labels
+    # What generation starts from too; labels are never -100 here.
+    inputs = partial(
+        shift_tokens_right,
+        pad_token_id=model.config.pad_token_id or 0,
+        decoder_start_token_id=model.decoder_start_token_id,
+    )
     return partial(seq2seq_loss, model.module, inputs, label_smoothing=flags.label_smoothing_factor)
 
 
@@ -191,12 +196,22 @@ def measure(flags: Seq2SeqFlags, side: Side, params: Tree, batches: Batches, mes
     return evaluate(loss_fn, params=params, batches=batches, steps=batches.steps_per_epoch, mesh=mesh)
 
 
+def figures(
+    flags: Seq2SeqFlags, task: Task, side: Side, params: Tree, evaluation: HeldOut, mesh: Mesh
+) -> dict[str, float]:
+    """Return what an evaluation of `params` gives, as `eval_...`."""
+    values = measure(flags, side, params, evaluation.batches, mesh)
+    if flags.predict_with_generate:
+        values |= scorer(task, side, evaluation)(params)
+    return {f"eval_{name}": value for name, value in values.items()}
+
+
 def predict(
     flags: Seq2SeqFlags, task: Task, side: Side, params: Tree, test: HeldOut, mesh: Mesh, folder: Path
 ) -> dict[str, float]:
     """Write `generated_predictions.txt`, and return how it compares with the targets, if there are any."""
     texts = generate_texts(side, params, test.batches)
-    write_lines(folder / "generated_predictions.txt", texts)
+    write_lines(folder / _folder.PREDICTIONS, texts)
     values: dict[str, float] = {"samples": len(texts)}
     wanted = [target.strip() for target in test.targets if target is not None]
     if len(wanted) == len(texts):

@@ -10,6 +10,7 @@ from distaff.tasks import _denoise as denoise
 from distaff.tasks import _recipe as recipes
 from distaff.tasks import _text as text
 from distaff.tasks._flags import flag
+from distaff.tasks._text_data import Rows
 
 
 @dataclass(kw_only=True)
@@ -21,7 +22,7 @@ class BartDlmFlags(denoise.DenoiseFlags):
     permute_sentence_ratio: float = flag(1.0, "Share of the sentences that change places.")
 
 
-def bart_rows(flags: BartDlmFlags, tokenizer, model) -> text.Rows:
+def bart_rows(flags: BartDlmFlags, tokenizer, model) -> Rows:
     """Return how texts become rows of --max_seq_length tokens, the special ones around them included."""
     if model.config.model_type not in ("bart", "mbart"):
         raise UsageError(f"bart-dlm trains BART models, not {model.config.model_type}: take 'distaff train t5-mlm'.")
@@ -48,7 +49,7 @@ def bart_rows(flags: BartDlmFlags, tokenizer, model) -> text.Rows:
         permute_ratio=flags.permute_sentence_ratio,
         seed=flags.seed,
     )
-    return text.Rows(
+    return Rows(
         block=length - 2,
         collate=collate,
         loss_fn=partial(denoise.denoise_loss, model.module),
@@ -58,7 +59,10 @@ def bart_rows(flags: BartDlmFlags, tokenizer, model) -> text.Rows:
 
 
 RECIPE = text.TextRecipe(
-    name="bart-dlm", task="text2text-generation", auto_class=FlaxAutoModelForSeq2SeqLM, rows=bart_rows
+    name="bart-dlm",
+    task="text2text-generation",
+    model=partial(text.model_of, FlaxAutoModelForSeq2SeqLM),
+    rows=bart_rows,
 )
 train = partial(denoise.train, RECIPE)
 evaluate_only = partial(text.evaluate_only, RECIPE)

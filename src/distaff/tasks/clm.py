@@ -22,19 +22,20 @@ from jax import lax
 
 from distaff.core.errors import UsageError
 from distaff.data.columns import pad_rows
-from distaff.data.documents import token_characters
+from distaff.data.documents import prompting_tokenizer, token_characters
 from distaff.models._causal import FlaxCausalModel
 from distaff.models.auto import FlaxAutoModelForCausalLM
 from distaff.nn.vocabulary import cross_entropy_sum, score_sums
 from distaff.tasks import _text as text
 from distaff.tasks._flags import flag
+from distaff.tasks._text_data import DocumentFlags, Rows
 
 # The old script's limit where neither tokenizer nor model names one.
 LONGEST_BY_DEFAULT = 1024
 
 
 @dataclass(kw_only=True)
-class ClmFlags(text.DocumentFlags):
+class ClmFlags(DocumentFlags):
     """Flags of `distaff train clm` and `distaff eval clm`."""
 
     block_size: int | None = flag(None, "Tokens a row, by default as many as tokenizer and model allow, at most 1,024.")
@@ -100,7 +101,7 @@ class ClmCollate:
         return batch if epoch else {**batch, "characters": self.characters[input_ids]}
 
 
-def clm_rows(flags: ClmFlags, tokenizer, model) -> text.Rows:
+def clm_rows(flags: ClmFlags, tokenizer, model) -> Rows:
     """Return how texts become rows of `--block_size` tokens."""
     causal = isinstance(model, FlaxCausalModel)
     if not causal and not getattr(model.config, "is_decoder", False):
@@ -113,7 +114,7 @@ def clm_rows(flags: ClmFlags, tokenizer, model) -> text.Rows:
     longest = model.longest_input
     block = text.block_size(flags.block_size, tokenizer, longest, flag_name="--block_size", most=LONGEST_BY_DEFAULT)
     eos = tokenizer.eos_token_id if flags.segment_documents else None
-    return text.Rows(
+    return Rows(
         block=block,
         collate=ClmCollate(token_characters(tokenizer)),
         loss_fn=partial(clm_loss, model.module, eos_token_id=eos),
@@ -122,6 +123,12 @@ def clm_rows(flags: ClmFlags, tokenizer, model) -> text.Rows:
     )
 
 
-RECIPE = text.TextRecipe(name="clm", task="text-generation", auto_class=FlaxAutoModelForCausalLM, rows=clm_rows)
+RECIPE = text.TextRecipe(
+    name="clm",
+    task="text-generation",
+    model=partial(text.model_of, FlaxAutoModelForCausalLM),
+    rows=clm_rows,
+    saved_tokenizer=prompting_tokenizer,
+)
 train = partial(text.train, RECIPE)
 evaluate_only = partial(text.evaluate_only, RECIPE)

@@ -8,6 +8,7 @@ from distaff.models import FAMILIES
 from distaff.tasks import _recipe as recipe
 from distaff.tasks._flags import ModelFlags, flag
 from distaff.tasks._folder import output_folder
+from distaff.tasks._overrides import override
 
 
 @dataclass(kw_only=True)
@@ -41,7 +42,7 @@ def create(flags: ConfigFlags) -> int:
     if tokenizer is not None:
         recipe.fit_config_to_tokenizer(config, tokenizer)
     if flags.config_overrides:
-        recipe.override(config, flags.config_overrides)
+        override(config, flags.config_overrides)
     if tokenizer is not None:
         recipe.check_vocabulary(tokenizer, config)
     family = FAMILIES.get(config.model_type)

@@ -13,6 +13,7 @@ import logging
 import math
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,17 +22,16 @@ import numpy as np
 import optax
 from transformers import AutoConfig
 
-from distaff.core.errors import DataError, UsageError
-from distaff.core.mesh import make_mesh
+from distaff.core.errors import UsageError
 from distaff.data.masking import MlmCollate
 from distaff.hub import resolve
 from distaff.models.auto import FlaxAutoModelForMaskedLM, FlaxAutoModelForPreTraining
 from distaff.models.electra import FlaxElectraForMaskedLM, FlaxElectraForPreTraining
-from distaff.tasks import _folder
 from distaff.tasks import _recipe as recipe
+from distaff.tasks import _text as text
 from distaff.tasks._flags import flag
-from distaff.tasks.mlm import MlmData, MlmFlags, check_evaluation, check_together, count_steps, make_data
-from distaff.train import evaluate, fit, make_optimizer
+from distaff.tasks._text_data import Rows
+from distaff.tasks.mlm import MlmFlags, make_data, masking
 
 logger = logging.getLogger("distaff")
 
@@ -158,13 +158,17 @@ class ElectraCollate(MlmCollate):
 
 @dataclass(frozen=True)
 class Pair:
-    """Both models, with the tokenizer and the tokens a row."""
+    """Both models, as one that is trained and saved."""
 
     discriminator: FlaxElectraForPreTraining
     generator: FlaxElectraForMaskedLM
-    tokenizer: Any
-    length: int
 
+    @property
+    def config(self):
+        """The discriminator's."""
+        return self.discriminator.config
+
+    @property
     def params(self) -> dict[str, Any]:
         """Parameters of both; the embeddings are the discriminator's."""
         return {"discriminator": self.discriminator.params, "generator": without_embeddings(self.generator.params)}
@@ -174,12 +178,16 @@ class Pair:
         masks = self.discriminator.decay_mask(), self.generator.decay_mask()
         return {"discriminator": masks[0], "generator": without_embeddings(masks[1])}
 
+    def save_pretrained(self, folder: Path, params: dict[str, Any]) -> None:
+        """Save the discriminator, and the generator in a folder inside."""
+        self.generator.save_pretrained(folder / GENERATOR_FOLDER, join(params))
+        self.discriminator.save_pretrained(folder, params["discriminator"])
 
-def prepare_models(flags: ElectraFlags) -> Pair:
+
+def load_pair(flags: ElectraFlags, tokenizer) -> Pair:
     """Return models that fit each other and the tokenizer."""
     if flags.discriminator_weight <= 0:
         raise UsageError(f"--discriminator_weight is {flags.discriminator_weight}: it must be above 0.")
-    tokenizer = recipe.load_tokenizer(flags, flags.hub_token)
     config = recipe.load_config(flags, tokenizer, flags.hub_token)
     if config.model_type != "electra":
         raise UsageError(
@@ -194,8 +202,7 @@ def prepare_models(flags: ElectraFlags) -> Pair:
     theirs.model_name_or_path = folder
     # A seed of its own: two models of one shape would start as the same one.
     generator = recipe.load_model(FlaxAutoModelForMaskedLM, theirs, small, seed=flags.seed + 1, token=flags.hub_token)
-    length = recipe.row_length(flags, tokenizer, discriminator.longest_input)
-    return Pair(discriminator, generator, tokenizer, length)
+    return Pair(discriminator, generator)
 
 
 def _saved_generator(flags: ElectraFlags) -> str | None:
@@ -236,86 +243,18 @@ def generator_config(flags: ElectraFlags, config, folder: str | None):
 # Wiring.
 
 
-def train(flags: ElectraFlags) -> int:
-    """Train and evaluate, write the folder, and return the exit code."""
-    if not flags.do_train:
-        return evaluate_only(flags)
-    check_together(flags)
-    folder = _folder.check_folder(flags)
-    pair = prepare_models(flags)
-    mesh, weight = make_mesh(), flags.discriminator_weight
-    rows = recipe.rows_a_step(flags, mesh)
-    data = _data(flags, pair, rows)
-    steps_per_epoch = getattr(data.train, "steps_per_epoch", None)
-    plan = recipe.Plan(*rows, count_steps(flags, steps_per_epoch))
-    plan.log(flags, mesh)
-    recipe.log_start(flags, flags)
-    tx, schedule = make_optimizer(flags.optimizer(), total_steps=plan.total_steps, decay_mask=pair.decay_mask())
-    result = fit(
-        partial(electra_loss, pair.generator.module, pair.discriminator.module, weight),
-        params=pair.params(),
-        tx=tx,
-        schedule=schedule,
-        batches=data.train,
-        eval_batches=data.evaluation,
-        config=flags.loop(total_steps=plan.total_steps, steps_per_epoch=steps_per_epoch, eval_batches=data.eval_steps),
-        mesh=mesh,
-        tokens_per_batch="attention_mask",
+def electra_rows(flags: ElectraFlags, tokenizer, pair: Pair) -> Rows:
+    """Return how texts become rows of `--max_seq_length` tokens, some of them masked for the generator."""
+    length, weight = recipe.row_length(flags, tokenizer, pair.discriminator.longest_input), flags.discriminator_weight
+    return Rows(
+        block=length,
+        collate=masking(flags, tokenizer, length, ElectraCollate),
+        loss_fn=partial(electra_loss, pair.generator.module, pair.discriminator.module, weight),
+        tokens="attention_mask",
         derived=partial(total, weight),
-        on_start=partial(_folder.begin, folder, flags, "electra"),
     )
-    if result.interrupted:
-        logger.warning("Stopped at step %d; go on with --resume_from_checkpoint.", result.step)
-        return 128 + result.interrupted
-    metrics = result.metrics
-    if not metrics:
-        # Resumed at its last step: nothing was trained, and what was measured then stands in the log.
-        logger.info("All %d steps were done before; the models are written again.", result.step)
-        metrics = _folder.logged_at(folder, result.step)
-        if flags.do_eval and "eval_loss" not in metrics:
-            metrics |= measure(flags, pair, result.state.params, data, mesh)
-    if jax.process_index() == 0:
-        # First, so that it is published with the rest.
-        pair.generator.save_pretrained(folder / GENERATOR_FOLDER, join(result.state.params))
-        recipe.finish(
-            folder,
-            flags,
-            model=pair.discriminator,
-            params=result.state.params["discriminator"],
-            tokenizer=pair.tokenizer,
-            task=None,
-            metrics=metrics,
-            step=result.step,
-        )
-    return 0
 
 
-def measure(flags: ElectraFlags, pair: Pair, params, data: MlmData, mesh) -> dict[str, float]:
-    """Return the figures of an evaluation of `params`, as `eval_...`."""
-    assert data.evaluation is not None
-    weight = flags.discriminator_weight
-    loss_fn = partial(electra_loss, pair.generator.module, pair.discriminator.module, weight)
-    values = evaluate(loss_fn, params=params, batches=data.evaluation, steps=data.eval_steps, mesh=mesh)
-    if "loss" not in values:
-        raise DataError("The evaluation texts have no tokens to score: give more text.")
-    return {f"eval_{name}": value for name, value in (values | total(weight, values)).items()}
-
-
-def _data(flags: ElectraFlags, pair: Pair, rows: tuple[int, int]):
-    fields: dict[str, Any] = {"length": pair.length, "vocab_size": pair.discriminator.config.vocab_size, "rows": rows}
-    return make_data(flags, pair.tokenizer, **fields, collation=ElectraCollate)
-
-
-def evaluate_only(flags: ElectraFlags) -> int:
-    """Evaluate a checkpoint, print the metrics and, with --output_dir, write them."""
-    check_evaluation(flags)
-    flags.do_train = False
-    folder = _folder.output_folder(flags.output_dir) if flags.output_dir is not None else None
-    pair, mesh = prepare_models(flags), make_mesh()
-    data = _data(flags, pair, recipe.rows_a_step(flags, mesh))
-    values = measure(flags, pair, pair.params(), data, mesh)
-    for name, value in values.items():
-        print(f"{name} = {value:.6g}")
-    if folder is not None:
-        _folder.write_results(folder, {"eval": values}, add=True)
-    return 0
+RECIPE = text.TextRecipe(name="electra", task=None, model=load_pair, rows=electra_rows, data=make_data)
+train = partial(text.train, RECIPE)
+evaluate_only = partial(text.evaluate_only, RECIPE)

@@ -12,6 +12,7 @@ import jax
 from distaff.core.errors import UsageError
 from distaff.generation_pipelines import GenerationPipeline, open_generator
 from distaff.tasks._flags import flag
+from distaff.tasks._lines import check_words, lines_of
 
 
 @dataclass(kw_only=True)
@@ -24,7 +25,7 @@ class GenerateFlags:
     max_new_tokens: int | None = flag(None, "Tokens to generate at most.")
     max_length: int | None = flag(None, "The same with the prompt's tokens counted.")
     min_new_tokens: int | None = flag(None, "Tokens to generate at least.")
-    do_sample: bool | None = flag(None, "Draw tokens instead of taking the likeliest.")
+    do_sample: bool | None = flag(None, "Draw tokens instead of taking the likeliest.", nargs="?", const=True)
     temperature: float | None = flag(None, "Below 1 draws likelier tokens, above 1 less likely ones.")
     top_k: int | None = flag(None, "Draw among so many of the likeliest tokens; 0 is all.")
     top_p: float | None = flag(None, "Draw among the likeliest tokens that together have this probability.")
@@ -82,11 +83,14 @@ def read_prompts(flags: GenerateFlags) -> Iterator[str]:
     if flags.prompt and flags.prompt_file:
         raise UsageError("--prompt and --prompt_file both name prompts: leave one out.")
     if flags.prompt_file is None:
-        return iter(flags.prompt) if flags.prompt else (line.rstrip("\n") for line in sys.stdin if line.strip())
+        check_words(flags.prompt)
+        return iter(flags.prompt) if flags.prompt else lines_of(sys.stdin, "Standard input")
     path = Path(flags.prompt_file)
     if not path.is_file():
         raise UsageError(f"There is no prompt file '{path}': check its name.")
-    return iter([line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()])
+    with path.open(encoding="utf-8-sig") as file:
+        # Whole, so that what is wrong in it is said before anything is generated.
+        return iter(list(lines_of(file, f"'{path}'")))
 
 
 def options_of(flags: GenerateFlags) -> dict[str, Any]:

@@ -4,9 +4,10 @@ import json
 import sys
 from dataclasses import dataclass
 
-from distaff.core.errors import DataError, UsageError
+from distaff.core.errors import UsageError
 from distaff.pipelines import pipeline
 from distaff.tasks._flags import flag
+from distaff.tasks._lines import check_words, lines_of
 
 
 @dataclass(kw_only=True)
@@ -19,28 +20,16 @@ class FillMaskFlags:
     json: bool = flag(False, "Print a line of JSON a text.")
 
 
-def read_lines() -> list[str]:
-    """Return the lines of standard input that are not blank."""
-    try:
-        return [line.rstrip("\n") for line in sys.stdin if line.strip()]
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"Standard input is not {error.encoding} (byte 0x{error.object[error.start]:02x}): convert it, for "
-            "instance with 'iconv -t utf-8'."
-        ) from error
-
-
 def fill_mask(flags: FillMaskFlags) -> int:
     """Print the best fillings of each text."""
-    texts = flags.texts or read_lines()
+    texts = flags.texts or list(lines_of(sys.stdin, "Standard input"))
     if not texts:
         raise UsageError("There is no text: write it after the model, or pipe lines in.")
     if flags.top_k < 1:
         raise UsageError(f"--top_k is {flags.top_k}: it must be at least 1.")
+    check_words(texts)
     fill = pipeline("fill-mask", flags.model_name_or_path, top_k=flags.top_k)
     for text in texts:
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise DataError(f"The text {text!r} is not UTF-8: convert it, for instance with 'iconv -t utf-8'.")
         fillings = fill(text)
         if flags.json:
             print(json.dumps({"text": text, "fillings": fillings}, ensure_ascii=False))

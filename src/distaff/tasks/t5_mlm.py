@@ -11,6 +11,7 @@ from distaff.tasks import _denoise as denoise
 from distaff.tasks import _recipe as recipes
 from distaff.tasks import _text as text
 from distaff.tasks._flags import flag
+from distaff.tasks._text_data import Rows
 
 logger = logging.getLogger("distaff")
 
@@ -23,7 +24,7 @@ class T5MlmFlags(denoise.DenoiseFlags):
     mean_noise_span_length: float = flag(3.0, "Mean length of the spans that are cut out, in tokens.")
 
 
-def t5_rows(flags: T5MlmFlags, tokenizer, model) -> text.Rows:
+def t5_rows(flags: T5MlmFlags, tokenizer, model) -> Rows:
     """Return how texts become rows that fill an encoder of --max_seq_length tokens."""
     if model.config.model_type not in ("t5", "mt5"):
         raise UsageError(f"t5-mlm trains T5 models, not {model.config.model_type}: take 'distaff train bart-dlm'.")
@@ -42,7 +43,7 @@ def t5_rows(flags: T5MlmFlags, tokenizer, model) -> text.Rows:
     collate = SpanCorruption(
         lengths, sentinels, tokenizer.eos_token_id, 0 if pad is None else pad, denoise.start_token(model), flags.seed
     )
-    return text.Rows(
+    return Rows(
         block=lengths.raw,
         collate=collate,
         loss_fn=partial(denoise.denoise_loss, model.module),
@@ -51,6 +52,8 @@ def t5_rows(flags: T5MlmFlags, tokenizer, model) -> text.Rows:
     )
 
 
-RECIPE = text.TextRecipe(name="t5-mlm", task="text2text-generation", auto_class=FlaxAutoModelForSeq2SeqLM, rows=t5_rows)
+RECIPE = text.TextRecipe(
+    name="t5-mlm", task="text2text-generation", model=partial(text.model_of, FlaxAutoModelForSeq2SeqLM), rows=t5_rows
+)
 train = partial(denoise.train, RECIPE)
 evaluate_only = partial(text.evaluate_only, RECIPE)
