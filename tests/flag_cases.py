@@ -19,7 +19,7 @@ from distaff.pretrained import FlaxPreTrainedModel
 from distaff.train.loop import FitResult
 
 # Modules that call `fit` and `evaluate`, and those that ask for checkpoints by name.
-WIRING = ("mlm", "electra", "_text", "_seq2seq")
+WIRING = ("_text", "_seq2seq")
 RESOLVING = ("distaff.tasks._recipe", "distaff.tasks.electra", "distaff.pretrained")
 
 
