@@ -76,7 +76,7 @@ def make_corpus(folder):
         nested = [{"translation": {"en": a, "de": b, "fr": b.upper()}} for a, b in shown]
         write_rows(folder / f"{name}-translation.jsonl", nested)
         labelled = [
-            {"sentence1": a, "sentence2": b, "label": index % 3, "sentence": b, "score": index / 8}
+            {"sentence1": a, "sentence2": b, "label": index % 3, "sentence": b, "score": index / 8, "brief": a[:9]}
             for index, (a, b) in enumerate(shown)
         ]
         write_rows(folder / f"{name}-labelled.jsonl", labelled)
@@ -244,7 +244,7 @@ OWN = {
         "label_column_name": Case("score", "train"),
         "skip_blank_rows": Case("", "code", "called", also="--validation_file {blank}"),
         "problem_type": Case("regression", "program"),
-        "pad_to_max_length": Case("", "train", also="--max_seq_length 32 --text_column_name sentence"),
+        "pad_to_max_length": Case("", "train", also="--max_seq_length 32 --text_column_name brief"),
         "class_weights": Case("1 2 3", "program"),
         "ignore_mismatched_sizes": Case("", "code", also="--model_name_or_path {checkpoint} --label_column_name score"),
     },
