@@ -50,7 +50,9 @@ def test_a_question_may_be_given_in_several_ways(asked):
 def test_an_answer_does_not_depend_on_its_company(asked, folders):
     for model in golden.MODELS:
         together = asked[model](golden.EXAMPLES, top_k=3, max_seq_len=64, doc_stride=16)
-        alone = pipeline("question-answering", str(folders[model]), batch_size=1, top_k=3, max_seq_len=64, doc_stride=16)
+        alone = pipeline(
+            "question-answering", str(folders[model]), batch_size=1, top_k=3, max_seq_len=64, doc_stride=16
+        )
         for example, answers in zip(golden.EXAMPLES, together):
             for one, two in zip(alone(example), answers, strict=True):
                 assert one == pytest.approx(two, abs=1e-5)
@@ -81,7 +83,11 @@ def test_context_before_question(asked):
     [
         ((), {"question": "who", "context": ""}, "the context is ''"),
         ((), {"question": "who"}, "The input has no context"),
-        (([{"question": "who", "context": "Ada"}, {"question": None, "context": "Ada"}],), {}, "Input 1 has no question"),
+        (
+            ([{"question": "who", "context": "Ada"}, {"question": None, "context": "Ada"}],),
+            {},
+            "Input 1 has no question",
+        ),
         ((["who"],), {}, "Input 0 is of type str"),
         ((), {"question": "who", "context": "\x00\x00"}, "context without tokens"),
     ],
