@@ -102,7 +102,7 @@ def test_inputs_that_are_refused(asked, inputs, named, sentence):
     [
         ({"topk": 2}, "did you mean 'top_k'"),
         ({"top_k": 0}, "top_k is 0"),
-        ({"doc_stride": 500}, "does not fit into rows of 192"),
+        ({"doc_stride": 500}, "doc_stride is 500: windows of 192"),
         ({"max_seq_len": 4}, "hold no question and context"),
         ({"question": ["who", "what"], "context": ["Ada"]}, "2 questions and 1 contexts"),
     ],

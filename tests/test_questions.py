@@ -289,6 +289,6 @@ def test_a_batch_is_padded_by_position(tmp_path):
 
 
 def test_lengths_that_no_window_has(tmp_path):
-    for length, stride, sentence in ((4, 0, "hold no question"), (20, 20, "does not fit"), (20, -1, "does not fit")):
+    for length, stride, sentence in ((4, 0, "hold no question"), (20, 20, "cannot share"), (20, -1, "cannot share")):
         with pytest.raises(UsageError, match=sentence):
             windows_of(golden.tokenizer("bert"), "who", "Ada", [], tmp_path=tmp_path, length=length, stride=stride)

@@ -57,6 +57,8 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("eval", "translation"): Command(
         "distaff.tasks.translation", "evaluate_only", "TranslationFlags", "Evaluate a model of translation."
     ),
+    ("train", "qa"): Command("distaff.tasks.qa", "train", "QaFlags", "Question answering on a text, as in SQuAD."),
+    ("eval", "qa"): Command("distaff.tasks.qa", "evaluate_only", "QaFlags", "Evaluate a model of question answering."),
     ("predict", "fill-mask"): Command(
         "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
     ),

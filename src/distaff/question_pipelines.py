@@ -116,7 +116,7 @@ class QuestionAnsweringPipeline:
         return [_best(context, scored, options) for (_, context), scored in zip(examples, found)]
 
     def _logits(self, windows: list[Window], longest: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return logits of start and end for each window, `[length]` float32 each; windows of like length go together."""
+        """Return logits of start and end for each window, `[length]` each; windows of like length go together."""
         results: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         order = sorted(range(len(windows)), key=lambda place: len(windows[place].encoding))
         for first in range(0, len(order), self.batch_size):

@@ -133,8 +133,7 @@ def _of_article(paragraphs: Any, place: str, need_answers: bool) -> Iterator[Que
             _field(record, "question", spot)
             if "answers" not in record and need_answers and not record.get("is_impossible"):
                 raise DataError(f"{spot}: no 'answers': give a list, which is empty where there is no answer.")
-            answers = [] if need_answers else None
-            full = {"id": None, "answers": answers, **record, "context": context}
+            full = {"id": None, "answers": [] if need_answers else None, **record, "context": context}
             if full["id"] is None:
                 raise DataError(f"{spot}: no 'id', by which predictions are told apart.")
             question = question_of(full, f"{spot} ('{full['id']}')", need_answers=need_answers)

@@ -79,8 +79,8 @@ def answer(context: str, windows: Sequence[ScoredWindow], settings: SpanSettings
     order = np.argsort(-found.score, kind="stable")
     texts = [context[first:last] for first, last in zip(found.first[order], found.last[order])]
     nulls = [(float(window.start[window.null]), float(window.end[window.null])) for window in windows]
-    null = min(nulls, key=sum)
-    listed = [
+    null = min(nulls, key=lambda pair: pair[0] + pair[1])
+    listed: list[dict[str, Any]] = [
         {"text": text, "start_logit": float(found.start[place]), "end_logit": float(found.end[place])}
         for text, place in zip(texts[: settings.n_best], order)
     ]

@@ -59,7 +59,7 @@ def check_windows(tokenizer: Any, *, max_length: int, stride: int) -> None:
     if max_length < smallest:
         raise UsageError(f"Rows of {max_length} tokens hold no question and context: give {smallest} or more.")
     if not 0 <= stride < max_length:
-        raise UsageError(f"An overlap of {stride} tokens does not fit into rows of {max_length}: give less.")
+        raise UsageError(f"doc_stride is {stride}: windows of {max_length} tokens cannot share so many; give less.")
 
 
 def cut_windows(
@@ -252,11 +252,14 @@ class WindowCollate:
     ) -> dict[str, np.ndarray]:
         """Return `input_ids`, `attention_mask` and, where there are some, `token_type_ids`, each `[batch, length]`.
 
-        `start` and `end` are `[batch]` int32, and `weights` `[batch]` float32.
+        So is `allowed`, 1 where an answer may stand and at "no answer". `start` and `end` are `[batch]` int32, and
+        `weights` `[batch]` float32.
         """
         input_ids, attention_mask = pad_rows(rows["input_ids"], length=length, fill=self.pad_id)
         batch = {"input_ids": input_ids, "attention_mask": attention_mask}
         if "token_type_ids" in rows.column_names:
             batch["token_type_ids"] = pad_rows(rows["token_type_ids"], length=length, fill=0)[0]
+        allowed = pad_rows(rows["first"], length=length, fill=-1)[0] >= 0
+        allowed[np.arange(len(allowed)), rows["null"].to_numpy()] = True
         batch |= {name: rows[name].to_numpy().astype(np.int32) for name in ("start", "end")}
-        return batch | {"weights": weights}
+        return batch | {"allowed": allowed.astype(np.int32), "weights": weights}
