@@ -21,8 +21,8 @@ import transformers
 from transformers.data.metrics.squad_metrics import squad_evaluate
 
 
-def answers_of(name: str) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """Return names and shapes of a model's weights, and its answers by options and example."""
+def answers_of(name: str) -> tuple[dict[str, list[int]], dict[str, Any], float]:
+    """Return names and shapes of a model's weights, its answers by options and example, and its loss."""
     model_class = getattr(transformers, cases.MODELS[name][0])
     made = model_class(model_class.config_class(**cases.fields(name)))
     # BART's embeddings are one tensor under three names.
@@ -36,7 +36,11 @@ def answers_of(name: str) -> tuple[dict[str, list[int]], dict[str, Any]]:
             option: [ask(question=each["question"], context=each["context"], **given) for each in cases.EXAMPLES]
             for option, given in cases.OPTIONS.items()
         }
-    return keys, answers
+        example, (start, end) = cases.EXAMPLES[2], cases.POSITIONS
+        inputs = cases.tokenizer(name)(example["question"], example["context"], return_tensors="pt")
+        positions = {"start_positions": torch.tensor([start]), "end_positions": torch.tensor([end])}
+        loss = float(model(**inputs, **positions).loss)
+    return keys, answers, loss
 
 
 def postprocessed(path: str) -> dict[str, Any]:
@@ -73,10 +77,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     stored: dict[str, Any] = {"versions": {"transformers": transformers.__version__, "torch": torch.__version__}}
-    stored["keys"], stored["answers"] = {}, {}
+    stored |= {"keys": {}, "answers": {}, "losses": {}}
     with torch.no_grad():
         for name in cases.MODELS:
-            stored["keys"][name], stored["answers"][name] = answers_of(name)
+            stored["keys"][name], stored["answers"][name], stored["losses"][name] = answers_of(name)
     stored["postprocessing"] = postprocessed(sys.argv[1])
     stored["scores"] = scores()
     parts = [f"{json.dumps(name)}: {json.dumps(part)}" for name, part in stored.items()]

@@ -55,6 +55,8 @@ EXAMPLES = [
     {"question": "What did the dog do on the river?", "context": STORY},
     {"question": "who", "context": "It was a cat and a dog and a cat and a dog."},
 ]
+# First and last token of what is called the answer of the third example, for its loss.
+POSITIONS = (20, 24)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "several": {"top_k": 4},
