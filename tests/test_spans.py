@@ -34,10 +34,11 @@ def test_postprocessing_is_that_of_run_qa(name):
         if wanted["nbest_predictions"][example["id"]][0]["text"] == "empty":
             invented.append(example["id"])  # no pair of the likeliest is a span: see below
             continue
-        assert found.text == wanted["predictions"][example["id"]]
+        # Here without the spaces around, which some tokenizers count as parts of words.
+        assert found.text == wanted["predictions"][example["id"]].strip()
         assert len(found.n_best) == len(wanted["nbest_predictions"][example["id"]])
         for entry, expected in zip(found.n_best, wanted["nbest_predictions"][example["id"]]):
-            assert entry == pytest.approx(expected, abs=1e-5)
+            assert entry == pytest.approx(expected | {"text": expected["text"].strip()}, abs=1e-5)
         if settings.negative:
             assert found.null_odds == pytest.approx(wanted["null_odds"][example["id"]], abs=1e-5)
     assert len(invented) <= len(examples) // 2

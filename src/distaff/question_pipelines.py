@@ -214,7 +214,9 @@ def _best(
         offsets = window.offsets
         for one, two, score in _spans(window, first, last, count, options.max_answer_len):
             begin, stop = _characters(window, offsets, one, two, words=options.align_to_words)
-            text = context[begin:stop]
+            # Some tokenizers count the space before a word as a part of it.
+            begin, text = begin + _leading(context[begin:stop]), context[begin:stop].strip()
+            stop = begin + len(text)
             known = answers.setdefault(text.lower(), {"score": 0.0, "start": begin, "end": stop, "answer": text})
             known["score"] += score
     found = list(answers.values())
@@ -241,6 +243,11 @@ def _spans(
     best = np.argsort(-scores, axis=None, kind="stable")[:count]
     spans = (divmod(int(place), len(first)) for place in best)
     return [(one, two, float(scores[one, two])) for one, two in spans if valid[one, two]]
+
+
+def _leading(text: str) -> int:
+    """Return how many spaces a text begins with, none where it has nothing else."""
+    return len(text) - len(text.lstrip()) if text.strip() else 0
 
 
 def _characters(window: Window, offsets: np.ndarray, one: int, two: int, *, words: bool) -> tuple[int, int]:

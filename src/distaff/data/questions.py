@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from distaff.core.errors import DataError, UsageError, listed
 from distaff.data.arrow import replacing, strings, write_table
-from distaff.data.files import READERS, expand_files, place_word
+from distaff.data.files import TABLE_READERS, expand_files, place_word
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +99,10 @@ def read_questions(path: Path, *, need_answers: bool = True, prefix: str = "") -
         chosen = ("paragraphs",) if "paragraphs" in record else _columns(record, f"'{path}'", need_answers)
         return chosen
 
+    if path.suffix.lower() not in TABLE_READERS:
+        raise UsageError(f"'{path}' has no columns of questions and contexts: give one of {listed(TABLE_READERS)}.")
     try:
-        for row, values in READERS[path.suffix.lower()](path, select):
+        for row, values in TABLE_READERS[path.suffix.lower()](path, select):
             if values is None:  # a blank line
                 continue
             if chosen == ("paragraphs",):

@@ -77,7 +77,8 @@ def answer(context: str, windows: Sequence[ScoredWindow], settings: SpanSettings
     if not found.score.size:
         found = _join([_candidates(window, settings, every=True) for window in windows])
     order = np.argsort(-found.score, kind="stable")
-    texts = [context[first:last] for first, last in zip(found.first[order], found.last[order])]
+    # Some tokenizers count the space before a word as a part of it.
+    texts = [context[first:last].strip() for first, last in zip(found.first[order], found.last[order])]
     nulls = [(float(window.start[window.null]), float(window.end[window.null])) for window in windows]
     null = min(nulls, key=lambda pair: pair[0] + pair[1])
     listed: list[dict[str, Any]] = [
