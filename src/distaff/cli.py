@@ -59,8 +59,17 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ),
     ("train", "glue"): Command("distaff.tasks.glue", "train", "GlueFlags", "Classes or numbers for texts."),
     ("eval", "glue"): Command("distaff.tasks.glue", "evaluate_only", "GlueFlags", "Evaluate a classifier of texts."),
+    ("train", "qa"): Command("distaff.tasks.qa", "train", "QaFlags", "Question answering on a text, as in SQuAD."),
+    ("eval", "qa"): Command("distaff.tasks.qa", "evaluate_only", "QaFlags", "Evaluate a model of question answering."),
     ("predict", "fill-mask"): Command(
         "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
+    ),
+    ("predict", "question-answering"): Command(
+        "distaff.tasks.predict_answers",
+        "question_answering",
+        "QuestionAnsweringFlags",
+        "Answer questions from a text.",
+        ("model_name_or_path", "question", "context"),
     ),
     ("generate",): Command(
         "distaff.tasks.generate", "generate", "GenerateFlags", "Write text, shown as it comes.", ("model_name_or_path",)

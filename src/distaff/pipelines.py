@@ -13,6 +13,7 @@ from distaff.core.errors import DataError, UsageError, listed
 from distaff.generation_pipelines import KINDS
 from distaff.hub import open_tokenizer, resolve
 from distaff.models.auto import FlaxAutoModelForMaskedLM
+from distaff.question_pipelines import QuestionAnsweringPipeline
 
 # Rows are padded to a multiple of this, so that texts of many lengths are few programs.
 _LENGTH_MULTIPLE = 16
@@ -138,4 +139,8 @@ def _check_top_k(top_k: int) -> None:
         raise UsageError(f"top_k is {top_k}: it must be at least 1.")
 
 
-PIPELINES: dict[str, Any] = {"fill-mask": FillMaskPipeline, **{kind.task: kind for kind in KINDS}}
+PIPELINES: dict[str, Any] = {
+    "fill-mask": FillMaskPipeline,
+    "question-answering": QuestionAnsweringPipeline,
+    **{kind.task: kind for kind in KINDS},
+}
