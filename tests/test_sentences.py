@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from distaff.core.errors import DataError, UsageError
 from distaff.data.sentences import TagColumns, check_tags, labels_of, load_sentences
-from distaff.data.spans import span_scores, spans_of
+from distaff.data.tag_scores import span_scores, spans_of
 from distaff.data.tagging import TagCollate, tags_of_words, tokenize_sentences, windows
 from golden import cases as golden
-from golden.span_cases import SCHEMES, drawn
+from golden.tag_cases import SCHEMES, drawn
 from text_cases import tokenizer_of
 
 ODD = ["Ada", "\n", "visited", "", "Zürich-Höngg", "🙂"]
@@ -220,7 +220,7 @@ def test_a_batch_weighs_what_is_labelled_and_nothing_else():
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_spans_are_those_of_seqeval(scheme):
-    answers = json.loads((golden.GOLDEN / "spans.json").read_text())[scheme]
+    answers = json.loads((golden.GOLDEN / "tag_scores.json").read_text())[scheme]
     wanted, given = drawn(scheme)
     assert [[list(span) for span in spans_of(tags)] for tags in wanted + given] == answers["entities"]
     scores = span_scores(wanted, given)

@@ -45,9 +45,9 @@ class Sentence:
 class TagColumns:
     """Where words and tags stand.
 
-    words, tags: names of columns, or their numbers (from 0) in files of columns, where by default the first and the last
-    are read. In rows, words are by default "tokens", "words" or the first column of lists, tags "<task>_tags", "tags",
-    "labels" or the second. need_tags: whether tags must be there. keep_blank: keep rows without words.
+    words, tags: names of columns, or their numbers (from 0) in files of columns, where by default the first and the
+    last are read. In rows, words are by default "tokens", "words" or the first column of lists, tags "<task>_tags",
+    "tags", "labels" or the second. need_tags: whether tags must be there. keep_blank: keep rows without words.
     """
 
     words: str | None = None
@@ -60,7 +60,7 @@ class TagColumns:
         """Return the columns to read, seen on one record; raises `DataError` where there are none."""
         lists = [name for name, value in record.items() if isinstance(value, list)]
         has, called = f"it has {listed(record) or 'none'}", "no column '{}'"
-        words = self.words or next((name for name in ("tokens", "words", *lists) if name in record), None)
+        words = self.words or next((name for name in ("tokens", "words", *lists) if name in record), "")
         if words not in record:
             raise DataError(f"{where} has {called.format(words) if words else 'no column of words'}: {has}.")
         usual = (f"{self.task}_tags", "tags", "labels", *lists)
@@ -134,7 +134,8 @@ def read_sentences(path: Path, columns: TagColumns) -> Iterator[Sentence]:
 
 def _read_columns(path: Path, columns: TagColumns) -> Iterator[Sentence]:
     held: list[tuple[str, ...]] = []
-    width, seen, start, chosen = 0, 0, 0, ()
+    chosen: tuple[int, ...] = ()
+    width, seen, start = 0, 0, 0
     for number, line in read_lines(path):
         fields = _fields(line)
         if not fields or fields[0] == "-DOCSTART-":
@@ -147,8 +148,8 @@ def _read_columns(path: Path, columns: TagColumns) -> Iterator[Sentence]:
             chosen = _chosen(path, columns, width)
         if len(fields) != width:
             raise DataError(
-                f"{path}, line {number}: {len(fields)} column(s) where line {seen} has {width}; a word and its tag stand "
-                "on one line, with a tab or spaces between."
+                f"{path}, line {number}: {len(fields)} column(s) where line {seen} has {width}; a word and its tag "
+                "stand on one line, with a tab or spaces between."
             )
         start = start if held else number
         held.append(tuple(fields[place] for place in chosen))
@@ -172,7 +173,7 @@ def _sentence(held: list[tuple[str, ...]], place: str) -> Sentence:
 
 def _chosen(path: Path, columns: TagColumns, width: int) -> tuple[int, ...]:
     """Return the numbers of the columns of words and tags."""
-    found = []
+    found: list[int | None] = []
     for name, flag in ((columns.words, "text"), (columns.tags, "label")):
         if name is not None and not (name.isdecimal() and int(name) < width):
             raise UsageError(

@@ -1,7 +1,7 @@
 """Words with tags as rows of pieces with labels, and the tags of words out of what a model says of pieces.
 
-A sentence that is longer than a row becomes several, which overlap. Each piece is owned by the one row in which it stands
-farthest from an edge, and counts there alone: in the loss, and for the tag of its word.
+A sentence that is longer than a row becomes several, which overlap. Each piece is owned by the one row in which it
+stands farthest from an edge, and counts there alone: in the loss, and for the tag of its word.
 """
 
 import logging
@@ -94,7 +94,7 @@ def encode_sentences(
     ids = {label: number for number, label in enumerate(labels)}
     inside = {ids[label]: ids.get(f"I-{label[2:]}", ids[label]) for label in labels if label.startswith("B-")}
     columns: dict[str, list[Any]] = {"input_ids": [], "labels": [], "words": [], "first": []}
-    for sentence, row_tags, (pieces, numbers) in zip(words, tags, pieces_of(words, tokenizer)):
+    for row_tags, (pieces, numbers) in zip(tags, pieces_of(words, tokenizer)):
         starts = np.r_[True, numbers[1:] != numbers[:-1]][: len(numbers)]
         wanted = np.full(len(pieces), _NO_LABEL, np.int32)
         if row_tags is not None and len(pieces):
@@ -140,8 +140,7 @@ def special_tokens(tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
 def windows(length: int, room: int) -> list[tuple[slice, np.ndarray]]:
     """Return the parts that a sentence of `length` pieces has in rows with `room` for so many.
 
-    With each part comes which of its pieces it owns, `[pieces]` bool: every piece is owned once, where an overlap is cut
-    in the middle.
+    With each part comes which of its pieces it owns, `[pieces]` bool: every piece is owned once.
     """
     overlap = room // _OVERLAP
     stride = room - overlap

@@ -1,16 +1,16 @@
-"""What seqeval says of drawn tags; writes spans.json.
+"""What seqeval says of drawn tags; writes tag_scores.json.
 
     pip install seqeval
-    python tests/golden/make_spans.py
+    python tests/golden/make_tag_scores.py
 
-`span_cases` draws the tags.
+`tag_cases` draws the tags.
 """
 
 import json
 from pathlib import Path
 
 from seqeval.metrics import sequence_labeling as seqeval
-from span_cases import SCHEMES, drawn
+from tag_cases import SCHEMES, drawn
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
             seqeval.accuracy_score(wanted, given),
         ]
         found[scheme] = {"entities": entities, "scores": scores}
-    Path(__file__).with_name("spans.json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
+    Path(__file__).with_name("tag_scores.json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":
