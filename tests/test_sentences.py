@@ -9,9 +9,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from distaff.core.errors import DataError, UsageError
+from distaff.data.pieces import windows
 from distaff.data.sentences import TagColumns, check_tags, labels_of, load_sentences
 from distaff.data.tag_scores import span_scores, spans_of
-from distaff.data.tagging import TagCollate, tags_of_words, tokenize_sentences, windows
+from distaff.data.tagging import TagCollate, tags_of_words, tokenize_sentences
 from golden import cases as golden
 from golden.tag_cases import SCHEMES, drawn
 from text_cases import tokenizer_of

@@ -16,6 +16,7 @@ import pyarrow as pa
 from distaff.core.errors import DataError, UsageError
 from distaff.data.columns import pad_rows
 from distaff.data.encode import tokenizer_identity
+from distaff.data.pieces import softmax, special_tokens, windows
 from distaff.data.text import map_texts
 
 logger = logging.getLogger(__name__)
@@ -23,8 +24,6 @@ logger = logging.getLogger(__name__)
 # Goes into the names of cached files: raise it when what they hold changes.
 _FORMAT = 1
 _NO_LABEL = -100
-# A row shares this part of its pieces with the next one of the same sentence.
-_OVERLAP = 4
 OUTSIDE = "O"
 
 
@@ -129,35 +128,6 @@ def pieces_of(sentences: list[list[str]], tokenizer: Any) -> list[tuple[np.ndarr
     return [(np.array(each.ids, np.int32), np.array(each.word_ids, np.int32)) for each in encodings]
 
 
-def special_tokens(tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the special tokens that the tokenizer puts before and after a text; both int32."""
-    whole = tokenizer("a")["input_ids"]
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    before = next(start for start in range(len(whole)) if whole[start : start + len(bare)] == bare)
-    return np.array(whole[:before], np.int32), np.array(whole[before + len(bare) :], np.int32)
-
-
-def windows(length: int, room: int) -> list[tuple[slice, np.ndarray]]:
-    """Return the parts that a sentence of `length` pieces has in rows with `room` for so many.
-
-    With each part comes which of its pieces it owns, `[pieces]` bool: every piece is owned once.
-    """
-    overlap = room // _OVERLAP
-    stride = room - overlap
-    count = 1 + max(0, -(-(length - room) // stride))
-    found = []
-    for number in range(count):
-        part = slice(number * stride, min(length, number * stride + room))
-        places = np.arange(part.start, part.stop)
-        owned = np.ones(len(places), bool)
-        if number > 0:
-            owned &= places >= part.start + overlap // 2
-        if number < count - 1:
-            owned &= places < part.start + stride + overlap // 2
-        found.append((part, owned))
-    return found
-
-
 @dataclass(frozen=True)
 class TagCollate:
     """Makes batches of rows of pieces."""
@@ -221,11 +191,3 @@ def tags_of_words(
     if vanished := sum(counts) - seen:
         logger.warning("%d of %d words have no piece in this tokenizer and are tagged O.", vanished, sum(counts))
     return [WordTags(*each) for each in zip(tags, scores)]
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """Return the probabilities of `logits`, over the last axis, in double precision."""
-    shifted = logits.astype(np.float64)
-    shifted -= shifted.max(-1, keepdims=True, initial=-np.inf)
-    exponents = np.exp(shifted)
-    return exponents / exponents.sum(-1, keepdims=True)
