@@ -57,6 +57,8 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("eval", "translation"): Command(
         "distaff.tasks.translation", "evaluate_only", "TranslationFlags", "Evaluate a model of translation."
     ),
+    ("train", "ner"): Command("distaff.tasks.ner", "train", "NerFlags", "Tags of words."),
+    ("eval", "ner"): Command("distaff.tasks.ner", "evaluate_only", "NerFlags", "Evaluate a model of tags."),
     ("predict", "fill-mask"): Command(
         "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
     ),

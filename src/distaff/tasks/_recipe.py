@@ -17,7 +17,7 @@ from distaff.hub import open_tokenizer, push_folder, resolve, write_card
 from distaff.models import FAMILIES
 from distaff.pretrained import FlaxPreTrainedModel
 from distaff.tasks import _folder
-from distaff.tasks._flags import SECRET_FLAGS, ModelFlags, TextFlags, TrainingFlags
+from distaff.tasks._flags import SECRET_FLAGS, ModelFlags, TrainingFlags
 from distaff.tasks._overrides import override
 from distaff.tasks.tokenizer import save_tokenizer
 
@@ -87,7 +87,9 @@ def fit_config_to_tokenizer(config, tokenizer) -> None:
             config.decoder_start_token_id = config.pad_token_id
 
 
-def load_model(auto_class, flags: ModelFlags, config, *, seed: int, token: str | None = None) -> Any:
+def load_model(
+    auto_class, flags: ModelFlags, config, *, seed: int, token: str | None = None, ignore_mismatched_sizes: bool = False
+) -> Any:
     """Return the model with the checkpoint's weights, or random ones."""
     settings: dict[str, Any] = {
         "dtype": flags.dtype,
@@ -99,11 +101,16 @@ def load_model(auto_class, flags: ModelFlags, config, *, seed: int, token: str |
     if flags.model_name_or_path is None:
         return auto_class.from_config(config, **settings)
     return auto_class.from_pretrained(
-        flags.model_name_or_path, config=config, revision=flags.model_revision, token=token, **settings
+        flags.model_name_or_path,
+        config=config,
+        revision=flags.model_revision,
+        token=token,
+        ignore_mismatched_sizes=ignore_mismatched_sizes,
+        **settings,
     )
 
 
-def row_length(flags: TextFlags, tokenizer, longest: int) -> int:
+def row_length(flags: Any, tokenizer, longest: int) -> int:
     """Return the tokens a row, which neither the model nor the flags exceed."""
     if flags.max_seq_length is not None:
         if flags.max_seq_length > longest:
