@@ -210,13 +210,17 @@ def word_tokenizer(flags: NerFlags) -> Any:
     """
     tokenizer = recipe.load_tokenizer(flags, flags.hub_token)
     if tokenizer.is_fast and _joins(tokenizer):
+        from tokenizers.pre_tokenizers import ByteLevel
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(tokenizer.name_or_path, add_prefix_space=True)
+        splitter = tokenizer.backend_tokenizer.pre_tokenizer
+        if isinstance(splitter, ByteLevel):
+            splitter.add_prefix_space = True  # a tokenizer without a class of its own does not heed the option
         if _joins(tokenizer):
             raise UsageError(
-                f"The tokenizer '{tokenizer.name_or_path}' reads words without the space before them, and does not "
-                "heed add_prefix_space: take another one."
+                f"The tokenizer '{tokenizer.name_or_path}' reads a word alone in other pieces than behind a space: "
+                "take another one."
             )
     return tokenizer
 
