@@ -61,6 +61,8 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("eval", "glue"): Command("distaff.tasks.glue", "evaluate_only", "GlueFlags", "Evaluate a classifier of texts."),
     ("train", "qa"): Command("distaff.tasks.qa", "train", "QaFlags", "Question answering on a text, as in SQuAD."),
     ("eval", "qa"): Command("distaff.tasks.qa", "evaluate_only", "QaFlags", "Evaluate a model of question answering."),
+    ("train", "ner"): Command("distaff.tasks.ner", "train", "NerFlags", "Tags of words."),
+    ("eval", "ner"): Command("distaff.tasks.ner", "evaluate_only", "NerFlags", "Evaluate a model of tags."),
     ("predict", "fill-mask"): Command(
         "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
     ),
