@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
+from safetensors.numpy import load_file, save_file
 
 import distaff
 from battery import VisionBattery
-from battery.family import CLOSE, config_of, model_class, tensor_inputs
+from battery.family import CLOSE, assert_trees_equal, config_of, model_class, tensor_inputs
 from battery.numbers import NumberChecks
 from battery.usage import UsageChecks
 from distaff.core.errors import DistaffError
@@ -92,3 +94,33 @@ class TestViT(VisionBattery):
         positions = model.params["embeddings"]["position_embeddings"][:, 1:]
         found = model(pixels, output_hidden_states=True).hidden_states[0][:, 1:] - positions
         np.testing.assert_allclose(found, expected, rtol=0, atol=CLOSE)
+
+
+# What `state_dict()` of Transformers 5 names the parts of layer 0, and what `save_pretrained` writes.
+IN_MEMORY = """
+attention.q_proj attention.attention.query; attention.k_proj attention.attention.key
+attention.v_proj attention.attention.value; attention.o_proj attention.output.dense
+layernorm_before layernorm_before; layernorm_after layernorm_after
+mlp.fc1 intermediate.dense; mlp.fc2 output.dense
+"""
+
+
+@pytest.mark.parametrize("name", ["FlaxViTModel", "FlaxViTForImageClassification"])
+def test_names_in_memory_are_read(name, tmp_path):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
+    model = getattr(distaff, name)(transformers.ViTConfig(**sizes, image_size=8, patch_size=4))
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    parts = dict(reversed(pair.split()) for pair in IN_MEMORY.replace("\n", ";").split(";") if pair.strip())
+    renamed = {}
+    for key, tensor in tensors.items():
+        start, layer, rest = key.partition("encoder.layer.")
+        number, _, part = rest.partition(".")
+        stem, _, leaf = part.rpartition(".")
+        renamed[f"{start}layers.{number}.{parts[stem]}.{leaf}" if layer else key] = tensor
+    assert len(renamed.keys() - tensors.keys()) == 2 * 16
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    again = getattr(distaff, name).from_pretrained(tmp_path)
+    assert_trees_equal(again.params, model.params)
+    assert not again.loading_report.new
+    assert not again.loading_report.unused

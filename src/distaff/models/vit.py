@@ -1,5 +1,6 @@
 """ViT (Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929)."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -199,6 +200,26 @@ class ViTForImageClassificationModule(nn.Module):
 # Rows.
 
 
+# Parts of a layer in PyTorch's files, and in what `state_dict()` gives today, which `torch.save` keeps.
+IN_MEMORY = {
+    "encoder.layer.{i}.": "layers.{i}.",
+    "attention.attention.query": "attention.q_proj",
+    "attention.attention.key": "attention.k_proj",
+    "attention.attention.value": "attention.v_proj",
+    "attention.output.dense": "attention.o_proj",
+    "intermediate.dense": "mlp.fc1",
+    "output.dense": "mlp.fc2",
+}
+
+
+def in_memory(row: Row) -> Row:
+    """Return the row of a layer with its name in memory as an alias."""
+    name = row.key
+    for saved, ours in IN_MEMORY.items():
+        name = name.replace(saved, ours)
+    return replace(row, aliases=(name,))
+
+
 def vit_rows(config, *, pooler: bool = True) -> list[Row]:
     """Rows of the base model."""
     layer, ours = "encoder.layer.{i}", "encoder/{i}"
@@ -210,16 +231,19 @@ def vit_rows(config, *, pooler: bool = True) -> list[Row]:
         *conv("embeddings.patch_embeddings.projection", "embeddings/projection", (None, None, None, "embed")),
         *repeated(
             config.num_hidden_layers,
-            [
-                *linear(f"{attention}.query", f"{ours}/attention/query", ("embed", "heads"), **inner),
-                *linear(f"{attention}.key", f"{ours}/attention/key", ("embed", "heads"), **inner),
-                *linear(f"{attention}.value", f"{ours}/attention/value", ("embed", "heads"), **inner),
-                *linear(f"{layer}.attention.output.dense", f"{ours}/attention/out", ("heads", "embed")),
-                *norm(f"{layer}.layernorm_before", f"{ours}/attention_norm"),
-                *linear(f"{layer}.intermediate.dense", f"{ours}/mlp/up", ("embed", "mlp")),
-                *linear(f"{layer}.output.dense", f"{ours}/mlp/down", ("mlp", "embed")),
-                *norm(f"{layer}.layernorm_after", f"{ours}/mlp_norm"),
-            ],
+            map(
+                in_memory,
+                [
+                    *linear(f"{attention}.query", f"{ours}/attention/query", ("embed", "heads"), **inner),
+                    *linear(f"{attention}.key", f"{ours}/attention/key", ("embed", "heads"), **inner),
+                    *linear(f"{attention}.value", f"{ours}/attention/value", ("embed", "heads"), **inner),
+                    *linear(f"{layer}.attention.output.dense", f"{ours}/attention/out", ("heads", "embed")),
+                    *norm(f"{layer}.layernorm_before", f"{ours}/attention_norm"),
+                    *linear(f"{layer}.intermediate.dense", f"{ours}/mlp/up", ("embed", "mlp")),
+                    *linear(f"{layer}.output.dense", f"{ours}/mlp/down", ("mlp", "embed")),
+                    *norm(f"{layer}.layernorm_after", f"{ours}/mlp_norm"),
+                ],
+            ),
         ),
         *norm("layernorm", "norm"),
     ]
