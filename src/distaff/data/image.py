@@ -138,7 +138,7 @@ class ImageCollate:
 
 
 def crop_box(size: tuple[int, int], drawn: np.ndarray, least_area: float) -> tuple[int, int, int, int]:
-    """Return (left, top, right, bottom) of a part of an image of (width, height), by random numbers [4 tries] in [0, 1).
+    """Return (left, top, right, bottom) of a part of an image of (width, height), by numbers [4 tries] in [0, 1).
 
     Its area is `least_area` to 1 of the image's, its sides are 3:4 to 4:3. Where no try fits, the largest part in the
     middle with such sides is taken.

@@ -1,0 +1,123 @@
+"""The image-classification pipeline, on a fixed model."""
+
+import io
+
+import numpy as np
+import pytest
+import transformers
+from PIL import Image
+
+import distaff
+from distaff.core.errors import DataError, DistaffError, UsageError
+from distaff.hub import new_image_processor
+from distaff.pipelines import pipeline
+
+LABELS = {0: "cat", 1: "dog", 2: "eel"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A ViT of random weights with its processor."""
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
+    config = transformers.ViTConfig(
+        **sizes, image_size=8, patch_size=4, initializer_range=0.5, id2label=LABELS, label2id={}
+    )
+    distaff.FlaxViTForImageClassification(config).save_pretrained(folder)
+    new_image_processor(height=8, width=8, channels=3).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classify(folder):
+    return pipeline("image-classification", str(folder), batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def image():
+    return np.random.default_rng(0).integers(0, 256, (11, 14, 3)).astype(np.uint8)
+
+
+def plain(answers):
+    return [[(each["label"], round(each["score"], 5)) for each in answer] for answer in answers]
+
+
+def test_the_answer_is_that_of_processor_and_model(folder, classify, image):
+    processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    model = distaff.FlaxAutoModelForImageClassification.from_pretrained(folder)
+    pixels = processor(images=Image.fromarray(image), return_tensors="np")["pixel_values"]
+    logits = np.asarray(model(pixels).logits[0])
+    shares = np.exp(logits) / np.exp(logits).sum()
+    answer = classify(image)
+    assert [each["label"] for each in answer] == [LABELS[index] for index in np.argsort(-shares).tolist()]
+    np.testing.assert_allclose([each["score"] for each in answer], np.sort(shares)[::-1], rtol=0, atol=1e-5)
+    assert all(type(each["score"]) is float and each.keys() == {"label", "score"} for each in answer)
+
+
+def test_all_kinds_of_input_are_the_same_image(classify, image, tmp_path):
+    path = tmp_path / "a.png"
+    Image.fromarray(image).save(path)
+    data = io.BytesIO(path.read_bytes()).getvalue()
+    wanted = plain([classify(image)])
+    for same in (path, str(path), data, Image.fromarray(image), image / 255.0):
+        assert plain([classify(same)]) == wanted
+    assert plain(classify([path, image])) == wanted * 2
+    assert plain(classify(image[None])) == wanted
+    assert plain(classify(image for _ in range(3))) == wanted * 3  # more than a batch
+    assert classify([]) == []
+
+
+def test_an_image_scores_the_same_alone_and_in_a_batch(classify):
+    images = np.random.default_rng(1).integers(0, 256, (5, 9, 9, 3)).astype(np.uint8)
+    together = classify(images)
+    for image, answer in zip(images, together):
+        alone = {each["label"]: each["score"] for each in classify(image)}
+        assert all(abs(alone[each["label"]] - each["score"]) < 1e-6 for each in answer)
+
+
+def test_how_scores_are_made(folder, classify, image):
+    logits = {each["label"]: each["score"] for each in classify(image, function_to_apply="none")}
+    sigmoid = {each["label"]: each["score"] for each in classify(image, function_to_apply="sigmoid")}
+    assert all(abs(sigmoid[label] - 1 / (1 + np.exp(-logit))) < 1e-9 for label, logit in logits.items())
+    model = distaff.FlaxAutoModelForImageClassification.from_pretrained(folder)
+    model.config.problem_type = "multi_label_classification"
+    several = pipeline("image-classification", model, image_processor=str(folder))(image)
+    assert {each["label"]: each["score"] for each in several} == pytest.approx(sigmoid)
+    assert len(classify(image, top_k=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "words"),
+    [
+        (["{folder}/config.json"], {}, "config.json"),
+        (["nowhere.png"], {}, "nowhere.png"),
+        ([np.zeros((4, 4, 3), np.uint8), np.zeros((4, 4, 2), np.uint8)], {}, "image 1"),
+        ([np.full((4, 4, 3), 7.0)], {}, "0..1"),
+        (["https://example.org/a.png"], {}, "download"),
+        ([], {"top_k": 0}, "top_k is 0"),
+        ([], {"function_to_apply": "relu"}, "softmax, sigmoid, none"),
+    ],
+)
+def test_what_is_refused(folder, classify, inputs, options, words):
+    inputs = [each.format(folder=folder) if isinstance(each, str) else each for each in inputs]
+    with pytest.raises(DistaffError) as caught:
+        classify(inputs, **options)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_that_are_refused(folder, tmp_path):
+    model = distaff.FlaxAutoModelForImageClassification.from_pretrained(folder)
+    for settings, words in (
+        ({"model": model}, "image_processor=..."),
+        ({"model": folder, "tokenizer": "x"}, "no tokenizer"),
+        ({"model": folder, "topk": 2}, "no setting 'topk'"),
+        ({"model": folder, "batch_size": 0}, "batch_size is 0"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            pipeline("image-classification", **settings)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(DistaffError, match=r"preprocessor_config\.json"):
+        pipeline("image-classification", str(tmp_path))
+    with pytest.raises(DataError, match="no image that can be read"):
+        pipeline("image-classification", folder)(b"no image")
