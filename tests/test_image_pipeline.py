@@ -1,6 +1,7 @@
 """The image-classification pipeline, on a fixed model."""
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import distaff
 from distaff.core.errors import DataError, DistaffError, UsageError
 from distaff.hub import new_image_processor
 from distaff.pipelines import pipeline
+from golden import image_pipeline_cases as images
 
 LABELS = {0: "cat", 1: "dog", 2: "eel"}
 
@@ -54,6 +56,19 @@ def test_the_answer_is_that_of_processor_and_model(folder, classify, image):
     assert all(type(each["score"]) is float and each.keys() == {"label", "score"} for each in answer)
 
 
+@pytest.mark.parametrize("name", images.NAMES)
+def test_answers_equal_those_of_pytorch(name, tmp_path):
+    images.write(name, tmp_path)
+    classify = pipeline("image-classification", tmp_path, top_k=3)
+    stored = json.loads(images.STORED.read_text())["answers"]
+    for function in ("softmax", "sigmoid", "none"):
+        for number, answer in enumerate(classify(images.pictures(), function_to_apply=function)):
+            wanted = stored[f"{name}/{number}/{function}"]
+            assert [each["label"] for each in answer] == [each["label"] for each in wanted]
+            scores = [[each["score"] for each in each_answer] for each_answer in (answer, wanted)]
+            np.testing.assert_allclose(*scores, rtol=0, atol=1e-4)
+
+
 def test_all_kinds_of_input_are_the_same_image(classify, image, tmp_path):
     path = tmp_path / "a.png"
     Image.fromarray(image).save(path)
@@ -68,9 +83,9 @@ def test_all_kinds_of_input_are_the_same_image(classify, image, tmp_path):
 
 
 def test_an_image_scores_the_same_alone_and_in_a_batch(classify):
-    images = np.random.default_rng(1).integers(0, 256, (5, 9, 9, 3)).astype(np.uint8)
-    together = classify(images)
-    for image, answer in zip(images, together):
+    several = np.random.default_rng(1).integers(0, 256, (5, 9, 9, 3)).astype(np.uint8)
+    together = classify(several)
+    for image, answer in zip(several, together):
         alone = {each["label"]: each["score"] for each in classify(image)}
         assert all(abs(alone[each["label"]] - each["score"]) < 1e-6 for each in answer)
 
