@@ -37,13 +37,11 @@ def decode(source: Any, *, channels: int, name: str) -> Image.Image:
     """
     try:
         if isinstance(source, np.ndarray):
-            image = _of_array(source, name)
-        elif isinstance(source, Image.Image):
-            image = source
-        else:
-            image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
-        image.load()
-        return as_mode(_upright(image), MODES[channels], name)
+            return as_mode(_of_array(source, name), MODES[channels], name)
+        if isinstance(source, Image.Image):
+            return as_mode(_upright(source), MODES[channels], name)
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            return as_mode(_upright(image), MODES[channels], name)
     except DataError:
         raise
     except FileNotFoundError as error:
@@ -92,6 +90,7 @@ def reason(error: Exception) -> str:
 
 
 def _upright(image: Image.Image) -> Image.Image:
+    image.load()
     try:
         return ImageOps.exif_transpose(image)
     except Exception:
