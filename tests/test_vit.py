@@ -1,5 +1,6 @@
 """ViT and its head for images."""
 
+import copy
 from typing import ClassVar
 
 import jax
@@ -53,6 +54,18 @@ class TestViT(VisionBattery):
         # At the trained size there is nothing between.
         same = case.runs["mixed"].inputs["pixel_values"]
         np.testing.assert_array_equal(*(model(same, interpolate_pos_encoding=flag)[0] for flag in (False, True)))
+
+    def test_resized_positions_are_those_of_interpolation(self, store, tmp_path):
+        case = self.cases["model"]
+        pixels = case.runs["grown"].inputs["pixel_values"]
+        model = copy.copy(store.model(case))
+        wanted = model(pixels, interpolate_pos_encoding=True).last_hidden_state
+        model.resize_positions((24, 36))
+        np.testing.assert_allclose(model(pixels).last_hidden_state, wanted, rtol=0, atol=CLOSE)
+        assert store.model(case).config.image_size == 16
+        model.save_pretrained(tmp_path)
+        again = distaff.FlaxViTModel.from_pretrained(tmp_path)
+        np.testing.assert_allclose(again(pixels).last_hidden_state, wanted, rtol=0, atol=CLOSE)
 
     def test_a_trained_grid_that_is_not_square(self, store):
         """PyTorch takes every trained grid for square; here a picture twice as large keeps its sides apart."""

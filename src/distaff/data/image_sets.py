@@ -77,8 +77,8 @@ def load_images(
 ) -> tuple[datasets.Dataset, list[str]]:
     """Return the images of a folder or of files (.csv, .jsonl, .json, .parquet), and the names of their labels.
 
-    In a folder each folder is a class. In files, paths are relative to the file's folder. With `names`, a label that is
-    none of them is refused; without, they are those found, in order (of numbers, where all are whole numbers).
+    In a folder each folder is a class, and without the need of labels images may lie anywhere. In files, paths are relative to the file's folder. With `names`, a label that is
+    none of them is refused (or, without the need, no label); without, they are those found, in order (of numbers, where all are whole numbers).
 
     Raises `DataError`, which names file and row, for what is missing, empty, no image or without a label.
     """
@@ -165,7 +165,8 @@ def _flat_folder(root: Path) -> Iterator[Named]:
     passed_over = []
     for path in _files_below(root):
         if path.suffix.lower() in suffixes():
-            yield Named(path, None, str(path))
+            inside = path.relative_to(root).parts
+            yield Named(path, inside[0] if len(inside) > 1 else None, str(path))
         else:
             passed_over.append(path)
     _say_passed_over(passed_over)

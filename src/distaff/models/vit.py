@@ -1,5 +1,6 @@
 """ViT (Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929)."""
 
+import copy
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -9,6 +10,7 @@ from flax import linen as nn
 from transformers import ViTConfig
 
 from distaff.core.errors import ConfigError, DataError
+from distaff.core.tree import flatten, unflatten
 from distaff.models._encoder_heads import new_linear
 from distaff.models._family import check_activation, check_fields, check_heads
 from distaff.models._outputs import FlaxBaseModelOutputWithPooling, FlaxSequenceClassifierOutput
@@ -278,6 +280,26 @@ class FlaxViTPreTrainedModel(FlaxVisionModel):
         """Rows of all parameters of `module`."""
         base = cls.base_rows(module.config, pooler=module.add_pooling_layer)
         return base if cls._is_base() else [*prefixed(cls.base_model_prefix, base), *new_linear("classifier")]
+
+    def resize_positions(self, size: int | tuple[int, int]) -> None:
+        """Let the model take images of `size` (one side or height and width), which its config then says.
+
+        New positions lie between the trained ones, as with `interpolate_pos_encoding`, and are parameters like them.
+        """
+        height, width = pair_of(size)
+        config = copy.deepcopy(self.config)
+        config.image_size = height if height == width else [height, width]
+        options: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype, "mesh": self.mesh}
+        resized = type(self)(config, self.module.clone(config=config), seed=self.seed, _do_init=False, **options)
+        grids = [grid_of(each, *pair_of(each.image_size)) for each in (self.config, config)]
+        flat = flatten(self.params)
+        path = next(path for path in flat if path.endswith("embeddings/position_embeddings"))
+        token, table = flat[path][0, :1], flat[path][0, 1:]
+        positions = jnp.concatenate([token, resized_positions(table, *grids)])[None]
+        sharding = self._sharding(self._table[path], positions.shape)
+        resized.params = unflatten({**flat, path: jax.device_put(positions, sharding)})
+        resized.loading_report = self.loading_report
+        vars(self).update(vars(resized))
 
     def __call__(  # type: ignore[override]
         self,
