@@ -8,7 +8,7 @@ import numpy as np
 
 from distaff.core.errors import UsageError
 from distaff.core.precision import dtype_of
-from distaff.train import LoopConfig, OptimizerConfig
+from distaff.train import LoopConfig, OptimizerConfig, Selection
 from distaff.train.log import check_reporters, installed_reporters
 from distaff.train.optim import check_optimizer
 
@@ -20,7 +20,8 @@ TRAINING_ONLY = frozenset(
     "adam_epsilon adafactor max_grad_norm lr_scheduler_type warmup_steps num_train_epochs max_steps logging_steps "
     "eval_steps save_steps save_total_limit debug_nans report_to push_to_hub hub_model_id hub_private_repo "
     "max_train_samples streaming num_train_steps num_eval_samples shuffle_buffer_size preview "
-    "label_smoothing_factor".split()
+    "label_smoothing_factor freeze load_best_model_at_end metric_for_best_model greater_is_better "
+    "early_stopping_patience early_stopping_threshold".split()
 )
 
 
@@ -168,7 +169,14 @@ class TrainingFlags:
             max_grad_norm=self.max_grad_norm or None,
         )
 
-    def loop(self, *, total_steps: int, steps_per_epoch: float | None, eval_batches: int) -> LoopConfig:
+    def loop(
+        self,
+        *,
+        total_steps: int,
+        steps_per_epoch: float | None,
+        eval_batches: int,
+        selection: Selection | None = None,
+    ) -> LoopConfig:
         """The loop that the flags describe."""
         every_epoch = None if steps_per_epoch is None else max(1, round(steps_per_epoch))
         return LoopConfig(
@@ -186,6 +194,7 @@ class TrainingFlags:
             report_to=reporters(self.report_to),
             steps_per_epoch=steps_per_epoch,
             debug_nans=self.debug_nans,
+            selection=selection,
         )
 
 

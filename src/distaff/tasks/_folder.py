@@ -1,6 +1,7 @@
 """The output folder of a run: whether it is free, what stands there at the start, and the results at the end."""
 
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -19,6 +20,8 @@ from distaff.train.resume import CHECKPOINTS
 
 RESULTS = ("all_results.json", "train_results.json", "eval_results.json", "predict_results.json")
 PREDICTIONS = "generated_predictions.txt"
+# Of predictions of classes: with a suffix of the set, and one of the format.
+PREDICT = "predict_results"
 # What shows that a run wrote here.
 MARKS = ("recipe.yaml", "metrics.jsonl", CHECKPOINTS, *RESULTS)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".msgpack", ".h5", ".pt", ".pth", ".ckpt", ".onnx", ".gguf")
@@ -84,7 +87,8 @@ def begin(folder: Path, flags: Any, recipe: str) -> None:
         return
     try:
         if flags.overwrite_output_dir and flags.resume_from_checkpoint is None:
-            for name in (*RESULTS, PREDICTIONS):
+            tables = [path.name for kind in ("csv", "jsonl") for path in folder.glob(f"{PREDICT}*.{kind}")]
+            for name in (*RESULTS, PREDICTIONS, *tables):
                 (folder / name).unlink(missing_ok=True)
             # A model that the run starts from stays until the new one replaces it.
             if not _is(flags.model_name_or_path, folder):
@@ -103,12 +107,18 @@ def write_results(folder: Path, parts: dict[str, dict[str, Any]], *, add: bool =
     everything = read_json(folder / "all_results.json") if add else {}
     for name, values in parts.items():
         path = folder / f"{name}_results.json"
+        # JSON has no infinity and no NaN.
+        values = {key: value if _is_json(value) else None for key, value in values.items()}
         if values:
             replace_text(path, json.dumps(values, indent=2, sort_keys=True) + "\n")
         else:
             path.unlink(missing_ok=True)
         everything |= values
     replace_text(folder / "all_results.json", json.dumps(everything, indent=2, sort_keys=True) + "\n")
+
+
+def _is_json(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def log_rows(folder: Path) -> list[dict[str, Any]]:

@@ -192,7 +192,10 @@ def finish(
     trained = {name: value for name, value in metrics.items() if name not in evaluated}
     try:
         model.save_pretrained(folder, params)
-        save_tokenizer(tokenizer, folder)
+        if hasattr(tokenizer, "add_special_tokens"):
+            save_tokenizer(tokenizer, folder)
+        else:
+            tokenizer.save_pretrained(folder)  # a processor of images
         _folder.write_results(folder, {"train": {**trained, "train_steps": step}, "eval": evaluated})
     except OSError as error:
         raise DistaffError(

@@ -6,8 +6,9 @@ A checkpoint gets its name by one rename after everything is written, so a folde
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +18,7 @@ import orbax.checkpoint as ocp
 
 from distaff.core.errors import CheckpointError, DistaffError, UsageError, listed
 from distaff.core.tree import Tree, path_of
-from distaff.train.state import TrainState
+from distaff.train.state import TrainState, abstract_state
 
 logger = logging.getLogger("distaff.train")
 
@@ -28,7 +29,7 @@ _MARK = "_CHECKPOINT_METADATA"
 class Checkpoints:
     """The checkpoints in one folder. Use it in a `with` block: leaving waits for what is still being written.
 
-    keep: how many of the newest stay (all when None).
+    keep: how many of the newest stay (all when None). kept: a step that stays besides them, None for none.
     """
 
     def __init__(self, directory: str | Path, *, keep: int | None = None):
@@ -39,10 +40,13 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"Checkpoints cannot be written to {self.directory}: {error.strerror}.") from error
+        self.kept: int | None = None
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True
+                preservation_policy=_Preserved(self, keep),
+                enable_async_checkpointing=True,
+                cleanup_tmp_directories=True,
             ),
         )
 
@@ -103,6 +107,22 @@ class Checkpoints:
             raise CheckpointError(f"A checkpoint could not be written to {self.directory}: {_reason(error)}") from error
 
 
+@dataclass(frozen=True)
+class _Preserved:
+    """The newest checkpoints, and the one that `Checkpoints.kept` names when one is written."""
+
+    checkpoints: Checkpoints
+    keep: int | None
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        """Tell for each checkpoint, oldest first, whether it stays."""
+        newest = len(checkpoints) if self.keep is None else self.keep
+        return [
+            index >= len(checkpoints) - newest or found.step == self.checkpoints.kept
+            for index, found in enumerate(checkpoints)
+        ]
+
+
 def complete_steps(directory: str | Path) -> list[int]:
     """Return the steps with a complete checkpoint in `directory`, oldest first; other files there are not ours."""
     folder = Path(directory)
@@ -138,6 +158,14 @@ def restore(directory: str | Path, target: TrainState, *, step: int | None = Non
 def read_params(folder: str | Path, target: Tree) -> Tree:
     """Return the parameters alone of the checkpoint `folder` (`.../checkpoints/<step>`), placed as `target` says."""
     return _restore_items(Path(folder).absolute(), {"params": target}, with_meta=False)["params"]
+
+
+def read_trained(folder: str | Path, target: TrainState) -> TrainState:
+    """Return `target` with the parameters of the checkpoint `folder`, and with what was carried beside them."""
+    names = ["params"] if target.carried is None else ["params", "carried"]
+    wanted = {name: item for name, item in _items(abstract_state(target)).items() if name in names}
+    read = _restore_items(Path(folder).absolute(), wanted, with_meta=False)
+    return replace(target, **{name: read[name] for name in names})
 
 
 def _read(folder: Path, target: TrainState) -> tuple[TrainState, dict[str, Any]]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distaff.core.errors import UsageError
+from distaff.train.best import Selection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,7 @@ class LoopConfig:
     resume: None, "newest", or a path. overwrite: an earlier run in output_dir is removed instead of refused.
     report_to: "tensorboard" and "wandb", besides the terminal and metrics.jsonl.
     steps_per_epoch: for the logged epoch. debug_nans: stop at the first NaN with the operation's name (slow).
-    progress: write to the terminal.
+    progress: write to the terminal. selection: by what evaluations are compared, None to keep what the last step made.
     """
 
     total_steps: int
@@ -36,6 +37,7 @@ class LoopConfig:
     steps_per_epoch: float | None = None
     debug_nans: bool = False
     progress: bool = True
+    selection: Selection | None = None
 
     def __post_init__(self) -> None:
         for name in ("total_steps", "accumulation", "log_every", "eval_every", "save_every", "save_total_limit"):
@@ -44,5 +46,7 @@ class LoopConfig:
                 raise UsageError(f"{name} must be at least 1, not {value}.")
         if self.total_steps >= 2**31:
             raise UsageError(f"total_steps is {self.total_steps}: steps are counted to {2**31 - 1}.")
+        if self.selection is not None and self.selection.reload and self.output_dir is None:
+            raise UsageError("A best step that is reloaded must be saved: give an output_dir.")
         if self.eval_steps < 0:
             raise UsageError(f"eval_steps must be 0 or more, not {self.eval_steps}.")

@@ -8,8 +8,8 @@ interrupted one are saved.
 
 import contextlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from distaff.core.errors import UsageError
+from distaff.core.errors import CheckpointError, UsageError
 from distaff.core.mesh import make_mesh
 from distaff.core.tree import Tree
-from distaff.train.checkpoint import Checkpoints, restore
+from distaff.train.best import Best
+from distaff.train.checkpoint import Checkpoints, complete_steps, read_trained, restore
 from distaff.train.config import LoopConfig
 from distaff.train.log import Terminal, check_reporters, make_sinks
 from distaff.train.measure import Compilations
@@ -36,7 +37,7 @@ from distaff.train.resume import (
     warn_of_other_data,
     window_from_json,
 )
-from distaff.train.run import Hooks, Run, TokenCount, Values
+from distaff.train.run import Hooks, Run, Score, TokenCount, Values
 from distaff.train.signals import stop_requests
 from distaff.train.state import TrainState, abstract_state, create_state
 from distaff.train.step import LossFunction, Schedule, TrainStep, make_train_step
@@ -52,6 +53,7 @@ class FitResult:
     metrics: of the last log and, as `eval_...`, of the last evaluation.
     interrupted: the number of the signal that ended the run early, else None.
     compilations: how often `train_step` and `eval_step` were compiled.
+    best: the best evaluation, where evaluations are compared; with `reload` the state holds its parameters.
     """
 
     state: TrainState
@@ -59,6 +61,7 @@ class FitResult:
     metrics: Values
     interrupted: int | None
     compilations: dict[str, int]
+    best: Best | None = None
 
 
 def fit(
@@ -75,7 +78,7 @@ def fit(
     eval_batches: Batches | None = None,
     tokens_per_batch: TokenCount | None = None,
     derived: Callable[[Values], Values] | None = None,
-    score: Callable[[Tree], Values] | None = None,
+    score: Score | None = None,
     on_log: Callable[[int, Values], None] | None = None,
     on_start: Callable[[], None] | None = None,
 ) -> FitResult:
@@ -87,14 +90,17 @@ def fit(
     batches: `step -> {name: array}`, this process's `accumulation * rows` of a step's batch (see `prefetch`).
     schedule: the learning rate by steps done, for the log. eval_batches: `index -> batch` for `config.eval_steps`.
     tokens_per_batch: of this process; a number, the batch key whose sum it is, or a function of the host batch.
-    derived: more values from a log's values ("loss" -> "perplexity"). score: more values of an evaluation, from the
-    parameters (texts that are generated and compared). on_log: called with each log and evaluation.
+    derived: more values from a log's values ("loss" -> "perplexity"). score: more values of an evaluation, or without
+    eval_batches all of them, from the parameters and from what is carried beside them, if anything is.
+    on_log: called with each log and evaluation.
     on_start: called once, when nothing can be refused any more.
 
     Raises UsageError for settings that cannot be, CheckpointError, and DistaffError for a loss that is not finite.
     """
     if eval_batches is not None and config.eval_steps < 1:
         raise UsageError("eval_batches need eval_steps of at least 1 in the config.")
+    if config.selection is not None and eval_batches is None and score is None:
+        raise UsageError("There is no evaluation to choose by: give eval_batches or score, or no selection.")
     check_reporters(config.report_to)
     mesh = make_mesh() if mesh is None else mesh
     output = None if config.output_dir is None else Path(config.output_dir)
@@ -120,9 +126,26 @@ def fit(
         donate=not config.debug_nans,
     )
     window = window_from_json(meta.get("window"), mesh)
+    best = None if config.selection is None else Best(config.selection)
+    if best is not None:
+        best.take(meta.get("best"))
     if on_start is not None:
         on_start()
-    return _drive(hooks, config=config, mesh=mesh, train_step=train_step, state=state, window=window, batches=batches)
+    result = _drive(
+        hooks,
+        config=config,
+        mesh=mesh,
+        train_step=train_step,
+        state=state,
+        window=window,
+        batches=batches,
+        best=best,
+    )
+    if best is None or best.step is None or not best.selection.reload or result.interrupted:
+        return result
+    assert output is not None
+    folders = [output / CHECKPOINTS, *([] if source is None else [source[0]])]
+    return replace(result, state=_best_state(result.state, best.step, folders))
 
 
 def _drive(
@@ -134,6 +157,7 @@ def _drive(
     state: TrainState,
     window: StepMetrics | None,
     batches: Batches,
+    best: Best | None,
 ) -> FitResult:
     """Run from `state` to the end with signals caught, compilations counted, logs and checkpoints open."""
     start = int(jax.device_get(state.step))
@@ -145,6 +169,7 @@ def _drive(
         if config.output_dir is not None:
             folder = Path(config.output_dir) / CHECKPOINTS
             checkpoints = stack.enter_context(Checkpoints(folder, keep=config.save_total_limit))
+            checkpoints.kept = None if best is None else best.step
         run = Run(
             config=config,
             hooks=hooks,
@@ -158,13 +183,22 @@ def _drive(
             window=window,
             position=position_of(batches),
             identity=identity_of(batches),
+            best=best,
         )
         stack.callback(run.close)
         if jax.process_index() == 0:
             run.terminal = Terminal(total=config.total_steps, start=start) if config.progress else None
             run.sinks = make_sinks(config, start=start)
         run.train(batches)
-    return FitResult(run.state, run.step, run.metrics, stop.number, dict(compilations.counts))
+    return FitResult(run.state, run.step, run.metrics, stop.number, dict(compilations.counts), best)
+
+
+def _best_state(state: TrainState, step: int, folders: Sequence[Path]) -> TrainState:
+    """Return `state` with the parameters of `step`, from the first of the folders of checkpoints that holds it."""
+    for folder in folders:
+        if step in complete_steps(folder):
+            return read_trained(folder / str(step), state)
+    raise CheckpointError(f"{folders[0]} lacks the checkpoint of step {step}, the best one: train anew.")
 
 
 def _find_source(config: LoopConfig, output: Path | None) -> tuple[Path, int | None] | None:

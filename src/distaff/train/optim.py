@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -39,11 +40,13 @@ class OptimizerConfig:
 
 
 def make_optimizer(
-    config: OptimizerConfig, *, total_steps: int, decay_mask: Tree | None = None
+    config: OptimizerConfig, *, total_steps: int, decay_mask: Tree | None = None, trained: Tree | None = None
 ) -> tuple[optax.GradientTransformation, Schedule]:
     """Return the optax optimizer and its schedule (a function of the number of steps done).
 
     `decay_mask` has the structure of the parameters, True where weight decay applies; None decays all of them.
+    `trained` likewise, False where a parameter stays as it is: the optimizer keeps nothing for it then, and its
+    gradient does not count in the norm that is clipped.
     """
     schedule = make_schedule(config, total_steps=total_steps)
     if config.adafactor:
@@ -61,6 +64,9 @@ def make_optimizer(
         )
     if config.max_grad_norm is not None:
         tx = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), tx)
+    if trained is not None:
+        labels = jax.tree.map(lambda learns: "trained" if learns else "frozen", trained)
+        tx = optax.partition({"trained": tx, "frozen": optax.set_to_zero()}, labels)
     return tx, schedule
 
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from distaff.core.errors import DataError, DistaffError
 from distaff.core.tree import Tree
+from distaff.train.best import Best
 from distaff.train.checkpoint import Checkpoints
 from distaff.train.config import LoopConfig
 from distaff.train.evaluate import evaluate
@@ -31,6 +32,8 @@ from distaff.train.step import LossFunction, TrainStep, debugging_nans, place_ro
 logger = logging.getLogger("distaff.train")
 
 Values = dict[str, float]
+# `(params) -> values`, or `(params, carried)` where the state carries something.
+Score = Callable[..., Values]
 TokenCount = int | str | Callable[[Any], int]
 
 
@@ -42,7 +45,7 @@ class Hooks:
     eval_batches: Batches | None
     tokens_per_batch: TokenCount | None
     derived: Callable[[Values], Values] | None
-    score: Callable[[Tree], Values] | None
+    score: Score | None
     on_log: Callable[[int, Values], None] | None
 
 
@@ -53,6 +56,7 @@ class Run:
     state, step: after the latest dispatched step. window: sums since the last log; None right after one.
     position: of the batches after the latest step. saved_step: what the newest checkpoint holds.
     identity: what the batches are a function of besides the step, if they say it.
+    best: the best evaluation so far, where evaluations are compared.
     in_flight: metrics of the steps the devices may still work on. watch: seconds of training since the last log.
     steps, rows, tokens: trained since then, in this process's life.
     """
@@ -69,6 +73,7 @@ class Run:
     window: StepMetrics | None
     position: dict[str, Any] | None
     identity: dict[str, Any] | None
+    best: Best | None = None
     terminal: Terminal | None = None
     sinks: list[Sink] = field(default_factory=list)
     metrics: Values = field(default_factory=dict)
@@ -83,6 +88,8 @@ class Run:
     def train(self, batches: Batches) -> None:
         """Run to the end, or until someone asks to stop."""
         config, first = self.config, self.step
+        if self._patience_ended():
+            return
         prefetch = Prefetch(
             batches,
             start=self.step,
@@ -101,7 +108,7 @@ class Run:
                         seconds = self.watch.restart()
                         self._say(f"first step ready after {seconds:.1f} s")
                     self._attend()
-                    if self._stopping():
+                    if self._patience_ended() or self._stopping():
                         break
             except Exception as error:
                 # Processes save together, and the others know nothing of this one's data.
@@ -151,9 +158,11 @@ class Run:
         config, last = self.config, self.step == self.config.total_steps
         if last or self.step % config.log_every == 0:
             self._log()
-        if self.hooks.eval_batches is not None and (last or (config.eval_every and self.step % config.eval_every == 0)):
+        evaluates = self.hooks.eval_batches is not None or self.hooks.score is not None
+        if evaluates and (last or (config.eval_every and self.step % config.eval_every == 0)):
             self._evaluate()
-        if self.checkpoints is not None and config.save_every and self.step % config.save_every == 0:
+        due = config.save_every and self.step % config.save_every == 0
+        if self.checkpoints is not None and due and self.saved_step != self.step:
             self._save()
 
     def _log(self) -> None:
@@ -181,23 +190,38 @@ class Run:
             )
 
     def _evaluate(self) -> None:
-        assert self.hooks.eval_batches is not None
         jax.block_until_ready(self.state.step)
         with self.watch.paused():
-            values = evaluate(
-                self.hooks.loss_fn,
-                params=self.state.params,
-                carried=self.state.carried,
-                batches=self.hooks.eval_batches,
-                steps=self.config.eval_steps,
-                mesh=self.mesh,
-            )
-            if not values:
-                logger.warning("The evaluation at step %d has nothing to score: all its weights are zero.", self.step)
-            values = self._values(values)
+            values = {}
+            if self.hooks.eval_batches is not None:
+                values = evaluate(
+                    self.hooks.loss_fn,
+                    params=self.state.params,
+                    carried=self.state.carried,
+                    batches=self.hooks.eval_batches,
+                    steps=self.config.eval_steps,
+                    mesh=self.mesh,
+                )
+                if not values:
+                    logger.warning(
+                        "The evaluation at step %d has nothing to score: all its weights are zero.", self.step
+                    )
+                values = self._values(values)
             if self.hooks.score is not None:
-                values |= self.hooks.score(self.state.params)
-            self._write({f"eval_{name}": value for name, value in values.items()})
+                carried = () if self.state.carried is None else (self.state.carried,)
+                values |= self.hooks.score(self.state.params, *carried)
+            values = {f"eval_{name}": value for name, value in values.items()}
+            self._write(values)
+        if self.best is not None and self.best.consider(self.step, values) and self.best.selection.reload:
+            assert self.checkpoints is not None
+            self.checkpoints.kept = self.step
+            self._save()
+
+    def _patience_ended(self) -> bool:
+        if self.best is None or not self.best.exhausted:
+            return False
+        self._say(f"no better {self.best.selection.metric} in {self.best.waited} evaluations")
+        return True
 
     def _save(self) -> None:
         """Save, unless a parameter is not finite: such a checkpoint would only hide the newest good one."""
@@ -215,6 +239,7 @@ class Run:
                 "positions": positions_to_json(self.position),
                 "window": window_to_json(window),
                 "data": self.identity,
+                "best": None if self.best is None else self.best.to_json(),
                 "mesh": dict(self.mesh.shape),
                 "versions": {module.__name__: module.__version__ for module in (jax, optax, np)},
             }
