@@ -57,6 +57,12 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("eval", "translation"): Command(
         "distaff.tasks.translation", "evaluate_only", "TranslationFlags", "Evaluate a model of translation."
     ),
+    ("train", "image-classification"): Command(
+        "distaff.tasks.image_classification", "train", "ImageClassificationFlags", "Labels of images."
+    ),
+    ("eval", "image-classification"): Command(
+        "distaff.tasks.image_classification", "evaluate_only", "ImageClassificationFlags", "Evaluate a model of images."
+    ),
     ("predict", "fill-mask"): Command(
         "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
     ),

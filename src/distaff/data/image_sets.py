@@ -77,8 +77,9 @@ def load_images(
 ) -> tuple[datasets.Dataset, list[str]]:
     """Return the images of a folder or of files (.csv, .jsonl, .json, .parquet), and the names of their labels.
 
-    In a folder each folder is a class, and without the need of labels images may lie anywhere. In files, paths are relative to the file's folder. With `names`, a label that is
-    none of them is refused (or, without the need, no label); without, they are those found, in order (of numbers, where all are whole numbers).
+    In a folder each folder is a class. In files, paths are relative to the file's folder. With `names`, a label that is
+    none of them is refused; without, they are those found, in order (of numbers, where all are whole numbers). Where
+    `columns` say that labels need not be, images may lie anywhere in the folder, and an unknown label is none.
 
     Raises `DataError`, which names file and row, for what is missing, empty, no image or without a label.
     """
