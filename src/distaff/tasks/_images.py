@@ -71,12 +71,12 @@ class ImageClassificationFlags(FinetuneFlags):
                 raise UsageError(f"--{split}_dir '{folder}' is no folder: check its name.")
         if self.do_predict and not (self.test_dir or self.test_file or self.dataset_name):
             raise UsageError("--do_predict has nothing to predict for: give --test_dir or --test_file.")
-        if self.do_train and not (self.train_dir or self.train_file or self.dataset_name):
-            raise UsageError("There are no images to train on: give --train_dir, --train_file or --dataset_name.")
 
     def check_selection(self) -> None:
         """Raise `UsageError` for values that no training can have."""
         super().check_selection()
+        if not (self.train_dir or self.train_file or self.dataset_name):
+            raise UsageError("There are no images to train on: give --train_dir, --train_file or --dataset_name.")
         if not 0 < self.min_crop_area <= 1:
             raise UsageError(f"--min_crop_area is {self.min_crop_area}: it must be above 0 and at most 1.")
         if not 0 <= self.mixup_alpha < float("inf"):
@@ -112,6 +112,8 @@ def read_images(flags: ImageClassificationFlags, config: Any) -> Images:
 
     In training labels are those of the training images, or the checkpoint's where it knows all of them.
     """
+    if flags.do_eval and not flags.has_evaluation():
+        raise UsageError("There are no images to evaluate on: give --validation_dir or --validation_file.")
     own = _has(flags, "validation")
     known = list(config.id2label.values())
     train = evaluation = test = None
@@ -145,7 +147,7 @@ def load(
     if local:
         return load_images(local, names=names, columns=columns)
     if flags.dataset_name is None:
-        raise UsageError(f"There are no images for it: give --{split}_dir, --{split}_file or --dataset_name.")
+        raise UsageError(f"There are no images: give --{split}_dir, --{split}_file or --dataset_name.")
     return load_hub_images(
         flags.dataset_name,
         config_name=flags.dataset_config_name,
