@@ -282,15 +282,19 @@ def test_grey_and_colour_meet_models_of_the_other_kind(corpus, tmp_path):
     assert evaluate(corpus, tmp_path / "one") == 0
 
 
-def test_a_set_of_one_image(tmp_path, capsys):
-    write_images(tmp_path / "train", 1)
-    assert train(tmp_path, tmp_path / "out", "--validation_dir", tmp_path / "train", steps=1) == 0
-    assert results(tmp_path / "out")["eval_accuracy"] == 1.0  # one label
-    words = ("--model_type", "vit", "--train_dir", tmp_path / "train", "--output_dir", tmp_path / "b", "--max_steps", 1)
+def test_sets_of_one_image(models, tmp_path, capsys):
+    write_images(tmp_path / "train", 2)
+    write_images(tmp_path / "validation", 1)
+    assert train(tmp_path, tmp_path / "out", steps=1) == 0  # one a class
+    assert evaluate(tmp_path, models / "vit", "--output_dir", tmp_path / "eval") == 0
+    assert results(tmp_path / "eval")["eval_accuracy"] == 1.0
     capsys.readouterr()
-    assert run("train", *words) == 1
-    assert "cannot be split for validation" in one_line(capsys)
-    assert not (tmp_path / "b" / "recipe.yaml").exists()
+    for folder, words in (("train", "cannot be split for validation"), ("validation", "All training images")):
+        output = tmp_path / f"without-{folder}"
+        named = ("--model_type", "vit", "--train_dir", tmp_path / folder, "--output_dir", output, "--max_steps", 1)
+        assert run("train", *named) == 1
+        assert words in one_line(capsys)
+        assert not list(output.iterdir())
 
 
 def test_a_split_of_the_training_images_is_evaluated_on(corpus, tmp_path):

@@ -57,6 +57,8 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("eval", "translation"): Command(
         "distaff.tasks.translation", "evaluate_only", "TranslationFlags", "Evaluate a model of translation."
     ),
+    ("train", "glue"): Command("distaff.tasks.glue", "train", "GlueFlags", "Classes or numbers for texts."),
+    ("eval", "glue"): Command("distaff.tasks.glue", "evaluate_only", "GlueFlags", "Evaluate a classifier of texts."),
     ("train", "image-classification"): Command(
         "distaff.tasks.image_classification", "train", "ImageClassificationFlags", "Labels of images."
     ),

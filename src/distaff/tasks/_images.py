@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from distaff.core.errors import UsageError, listed
+from distaff.core.errors import DataError, UsageError, listed
 from distaff.data.batches import Batches
 from distaff.data.draws import row_keys
 from distaff.data.hub_images import load_hub_images
@@ -119,6 +119,8 @@ def read_images(flags: ImageClassificationFlags, config: Any) -> Images:
     train = evaluation = test = None
     if flags.do_train:
         train, found = load(flags, "train")
+        if len(found) < 2:
+            raise DataError(f"All training images have the label '{found[0]}': a classifier needs two or more.")
         names = known if flags.model_name_or_path and set(found) <= set(known) else found
         if names != found:
             train = renumbered(train, found, names)

@@ -17,7 +17,7 @@ from distaff.hub import open_tokenizer, push_folder, resolve, write_card
 from distaff.models import FAMILIES
 from distaff.pretrained import FlaxPreTrainedModel
 from distaff.tasks import _folder
-from distaff.tasks._flags import SECRET_FLAGS, ModelFlags, TextFlags, TrainingFlags
+from distaff.tasks._flags import SECRET_FLAGS, ModelFlags, TrainingFlags
 from distaff.tasks._overrides import override
 from distaff.tasks.tokenizer import save_tokenizer
 
@@ -92,7 +92,13 @@ def fit_config_to_tokenizer(config, tokenizer) -> None:
 
 
 def load_model(
-    auto_class, flags: ModelFlags, config, *, seed: int, token: str | None = None, ignore_mismatched_sizes: bool = False
+    auto_class,
+    flags: ModelFlags,
+    config,
+    *,
+    seed: int,
+    token: str | None = None,
+    ignore_mismatched_sizes: bool = False,
 ) -> Any:
     """Return the model with the checkpoint's weights, or random ones."""
     settings: dict[str, Any] = {
@@ -115,7 +121,7 @@ def load_model(
     )
 
 
-def row_length(flags: TextFlags, tokenizer, longest: int) -> int:
+def row_length(flags: Any, tokenizer, longest: int) -> int:
     """Return the tokens a row, which neither the model nor the flags exceed."""
     if flags.max_seq_length is not None:
         if flags.max_seq_length > longest:
