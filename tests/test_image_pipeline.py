@@ -9,6 +9,7 @@ import transformers
 from PIL import Image
 
 import distaff
+from distaff.cli import main
 from distaff.core.errors import DataError, DistaffError, UsageError
 from distaff.hub import new_image_processor
 from distaff.pipelines import pipeline
@@ -136,3 +137,39 @@ def test_settings_that_are_refused(folder, tmp_path):
         pipeline("image-classification", str(tmp_path))
     with pytest.raises(DataError, match="no image that can be read"):
         pipeline("image-classification", folder)(b"no image")
+
+
+# `distaff predict image-classification`.
+
+
+def test_the_command_prints_a_line_an_image(folder, classify, image, tmp_path, capsys, monkeypatch):
+    paths = [str(tmp_path / f"{number}.png") for number in range(3)]
+    for path in paths:
+        Image.fromarray(image).save(path)
+    assert main(["predict", "image-classification", str(folder), *paths, "--top_k", "2", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["image"] for row in rows] == paths
+    assert plain([row["labels"] for row in rows]) == plain([classify(image, top_k=2)]) * 3
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(paths)))
+    assert main(["predict", "image-classification", str(folder), "--batch_size", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    best = classify(image)[0]
+    assert [line.startswith(f"{path}  {best['label']} {best['score']:.3f}") for line, path in zip(lines, paths)] == [
+        True
+    ] * 3
+
+
+def test_what_the_command_refuses(folder, image, tmp_path, capsys, monkeypatch):
+    """What was answered before a broken file is printed."""
+    good = str(tmp_path / "good.png")
+    Image.fromarray(image).save(good)
+    (tmp_path / "bad.png").write_text("text")
+    words = ["predict", "image-classification", str(folder), "--batch_size", "1"]
+    assert main([*words, "--images", good, str(tmp_path / "bad.png")]) == 1
+    printed = capsys.readouterr()
+    assert printed.out.startswith(good)
+    assert "bad.png" in printed.err
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(words) == 2
+    assert main([*words, "--top_k", "0"]) == 2
+    assert "--top_k is 0" in capsys.readouterr().err

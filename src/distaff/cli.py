@@ -68,6 +68,13 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("predict", "fill-mask"): Command(
         "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
     ),
+    ("predict", "image-classification"): Command(
+        "distaff.tasks.predict_images",
+        "image_classification",
+        "ImagesFlags",
+        "Say what is on images.",
+        ("model_name_or_path", "images"),
+    ),
     ("generate",): Command(
         "distaff.tasks.generate", "generate", "GenerateFlags", "Write text, shown as it comes.", ("model_name_or_path",)
     ),
