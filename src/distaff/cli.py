@@ -63,6 +63,12 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("eval", "qa"): Command("distaff.tasks.qa", "evaluate_only", "QaFlags", "Evaluate a model of question answering."),
     ("train", "ner"): Command("distaff.tasks.ner", "train", "NerFlags", "Tags of words."),
     ("eval", "ner"): Command("distaff.tasks.ner", "evaluate_only", "NerFlags", "Evaluate a model of tags."),
+    ("train", "image-classification"): Command(
+        "distaff.tasks.image_classification", "train", "ImageClassificationFlags", "Labels of images."
+    ),
+    ("eval", "image-classification"): Command(
+        "distaff.tasks.image_classification", "evaluate_only", "ImageClassificationFlags", "Evaluate a model of images."
+    ),
     ("predict", "fill-mask"): Command(
         "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
     ),
@@ -72,6 +78,13 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         "QuestionAnsweringFlags",
         "Answer questions from a text.",
         ("model_name_or_path", "question", "context"),
+    ),
+    ("predict", "image-classification"): Command(
+        "distaff.tasks.predict_images",
+        "image_classification",
+        "ImagesFlags",
+        "Say what is on images.",
+        ("model_name_or_path", "images"),
     ),
     ("generate",): Command(
         "distaff.tasks.generate", "generate", "GenerateFlags", "Write text, shown as it comes.", ("model_name_or_path",)

@@ -182,11 +182,19 @@ def _check_top_k(top_k: int) -> None:
         raise UsageError(f"top_k is {top_k}: it must be at least 1.")
 
 
+def _image_classification(model: Any, **settings: Any) -> Any:
+    # Images need Pillow, which those who have none do without.
+    from distaff.image_pipelines import ImageClassificationPipeline
+
+    return ImageClassificationPipeline(model, **settings)
+
+
 PIPELINES: dict[str, Any] = {
     "fill-mask": FillMaskPipeline,
     "question-answering": QuestionAnsweringPipeline,
     "token-classification": TokenClassificationPipeline,
     "feature-extraction": FeatureExtractionPipeline,
     "sentence-similarity": SentenceSimilarityPipeline,
+    "image-classification": _image_classification,
     **{kind.task: kind for kind in KINDS},
 }
