@@ -138,7 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def usage(names: Collection[tuple[str, ...]] = COMMANDS) -> str:
     """Return the list of the commands `names`."""
     lines = ["usage: distaff COMMAND [flags]   (distaff COMMAND --help for its flags)", ""]
-    lines += [f"  {' '.join(name):<20} {COMMANDS[name].help}" for name in names]
+    width = max(len(" ".join(name)) for name in names)
+    lines += [f"  {' '.join(name):<{width}}  {COMMANDS[name].help}" for name in names]
     lines += [
         "",
         "  A .yaml file after the command holds flags; flags on the command line win over it.",
