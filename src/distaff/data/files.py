@@ -1,4 +1,4 @@
-"""Texts out of .txt, .jsonl, .json, .csv and .parquet files, one at a time, with the line of whatever is wrong.
+"""Texts out of .txt, .jsonl, .json, .csv, .tsv and .parquet files, one at a time, with the line of whatever is wrong.
 
 The readers give the values of some columns; which ones, a `Select` decides, so that pairs of texts (`data/pairs.py`)
 are read by the same code.
@@ -10,6 +10,7 @@ import io
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,10 +194,22 @@ def _read_json(path: Path, select: Select) -> Iterator[Row]:
         yield number, _values(path, record, chosen, f"row {number}")
 
 
-def _read_csv(path: Path, select: Select) -> Iterator[Row]:
+def _read_tsv(path: Path, select: Select) -> Iterator[Row]:
+    """Read fields between tabs, which may stand in quotes where the whole file is so; GLUE's own files know none."""
+    quoted = any(line.startswith('"') or '\t"' in line for _, line in _lines(path))
+    if quoted:
+        try:
+            for _ in csv.reader((line for _, line in _lines(path)), delimiter="\t", strict=True):
+                pass
+        except csv.Error:
+            quoted = False
+    yield from _read_csv(path, select, delimiter="\t", quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE)
+
+
+def _read_csv(path: Path, select: Select, **dialect: Any) -> Iterator[Row]:
     # The limit of the csv module, 128 kB a field, is one for the whole process; long texts need more.
     csv.field_size_limit(max(csv.field_size_limit(), 1 << 30))
-    reader = csv.reader((line for _, line in _lines(path)), strict=True)
+    reader = csv.reader((line for _, line in _lines(path)), strict=True, **dialect)
     try:
         header = next(reader, [])
         places = [header.index(name) for name in select(dict.fromkeys(header, ""), "line 1")]
@@ -211,7 +224,7 @@ def _read_csv(path: Path, select: Select) -> Iterator[Row]:
         raise DataError(f"{path}, line {reader.line_num}: not valid CSV ({error}).") from error
 
 
-def _read_parquet(path: Path, select: Select) -> Iterator[Row]:
+def _read_parquet(path: Path, select: Select, *, numbers: bool = False) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -225,7 +238,7 @@ def _read_parquet(path: Path, select: Select) -> Iterator[Row]:
         record |= {field.name: {} for field in schema if pa.types.is_struct(field.type)}
         chosen = select(record, "the schema")
         for name in chosen:
-            if record[name] == 0:
+            if record[name] == 0 and not numbers:
                 raise DataError(f"'{path}': column '{name}' is of type {schema.field(name).type}, not string.")
         row = 0
         for batch in file.iter_batches(batch_size=1000, columns=list(chosen)):
@@ -278,5 +291,12 @@ READERS: dict[str, Callable[[Path, Select], Iterator[Row]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,
+    ".tsv": _read_tsv,
     ".parquet": _read_parquet,
 }
+# Those of rows in which columns of numbers may be chosen too.
+TABLE_READERS: dict[str, Callable[[Path, Select], Iterator[Row]]] = {
+    **READERS,
+    ".parquet": partial(_read_parquet, numbers=True),
+}
+del TABLE_READERS[".txt"]

@@ -88,7 +88,13 @@ def fit_config_to_tokenizer(config, tokenizer) -> None:
 
 
 def load_model(
-    auto_class, flags: ModelFlags, config, *, seed: int, token: str | None = None, ignore_mismatched_sizes: bool = False
+    auto_class,
+    flags: ModelFlags,
+    config,
+    *,
+    seed: int,
+    token: str | None = None,
+    ignore_mismatched_sizes: bool = False,
 ) -> Any:
     """Return the model with the checkpoint's weights, or random ones."""
     settings: dict[str, Any] = {
