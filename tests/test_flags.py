@@ -53,7 +53,11 @@ RECIPES = {
     "summarization": Recipe("t5", T5, "mt5", "layer_norm_epsilon=0.5", SOURCES, "summary"),
     "translation": Recipe("bart", BART, "mbart", "activation_function=relu", SOURCES, "translation"),
     "glue": Recipe("roberta", f"{SHAPE},intermediate_size=32", "bert", "layer_norm_eps=0.5", ROWS, "labelled"),
+    "ner": Recipe("roberta", f"{SHAPE},intermediate_size=32", "bert", "layer_norm_eps=0.5", ROWS, "tagged"),
 }
+
+
+TAGS = ("B-X", "I-X", "O")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +84,17 @@ def make_corpus(folder):
             for index, (a, b) in enumerate(shown)
         ]
         write_rows(folder / f"{name}-labelled.jsonl", labelled)
-    for kind in ("", "-summary", "-translation", "-labelled"):
+        tagged = [
+            {
+                "tokens": a.split(),
+                "ner_tags": [TAGS[len(word) % 3] for word in a.split()],
+                "pos_tags": [word[-1] for word in a.split()],
+                "capitals": a.upper().split(),
+            }
+            for a, _ in shown
+        ]
+        write_rows(folder / f"{name}-tagged.jsonl", tagged)
+    for kind in ("", "-summary", "-translation", "-labelled", "-tagged"):
         write_set(folder, kind)
     sentinels = ",".join(f"<extra_id_{number}>" for number in range(8))
     words = ("tokenizer", "train", "--special_tokens", sentinels, "--vocab_size", "320")
@@ -248,6 +262,20 @@ OWN = {
         "class_weights": Case("1 2 3", "program"),
         "ignore_mismatched_sizes": Case("", "code", also="--model_name_or_path {checkpoint} --label_column_name score"),
     },
+    "ner": {
+        **TUNED_TEXTS,
+        "text_column_name": Case("capitals", "train"),
+        "label_column_name": Case("pos_tags", "train"),
+        "task_name": Case("pos", "train"),
+        "label_all_tokens": Case("", "train"),
+        "return_entity_level_metrics": Case(
+            "", "code", also="--load_best_model_at_end --metric_for_best_model X_f1"
+        ),
+        "ignore_mismatched_sizes": Case(
+            "", "code", also="--model_name_or_path {checkpoint} --label_column_name pos_tags"
+        ),
+        "predictions_format": Case("csv", "files", also=PREDICTING),
+    },
 }
 # Where an evaluation takes other words; elsewhere "train" is "eval" there.
 UNTIED = Case("7", "params", also="--config_overrides tie_word_embeddings=false")  # the file lacks the head
@@ -274,6 +302,13 @@ EVALUATION_OWN = {
         "do_eval": Case("False", "called", also=PREDICTING),
         "label_column_name": Case("sentence", "code", refused="is none of the model's"),
         "problem_type": Case("regression", "code", refused="gives no numbers"),
+    },
+    "ner": {
+        "seed": Case("7", "params", also="--model_name_or_path {headless}"),
+        "do_eval": Case("False", "called", also=PREDICTING),
+        "label_column_name": Case("pos_tags", "code", refused="is none of the model's"),
+        "task_name": Case("pos", "code", refused="is none of the model's"),
+        "return_entity_level_metrics": Case("", "printed"),
     },
     "summarization": {"seed": UNTIED, "do_eval": Case("False", "called", also=PREDICTING)},
     "translation": {"seed": UNTIED, "do_eval": Case("False", "called", also=PREDICTING)},
@@ -338,11 +373,11 @@ class Bench:
         self.places["config"] = self.folder / "config"
         if self.recipe.pairs:
             blank = {"document": "a", "summary": "", "translation": {"en": "a", "de": ""}}
-            blank |= {"sentence1": "", "sentence2": "a", "label": 0}
+            blank |= {"sentence1": "", "sentence2": "a", "label": 0, "tokens": [], "ner_tags": []}
             rows = (self.corpus / f"validation-{self.recipe.data}.jsonl").read_text()
             self.places["blank"] = self.folder / "blank.jsonl"
             self.places["blank"].write_text(f"{rows}{json.dumps(blank)}\n")
-        if self.recipe.data == "labelled":
+        if self.recipe.data in ("labelled", "tagged"):
             self.places["headless"] = self.folder / "headless"
             shutil.copytree(self.places["checkpoint"], self.places["headless"])
             FlaxAutoModel.from_pretrained(self.places["checkpoint"]).save_pretrained(self.places["headless"])

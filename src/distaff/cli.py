@@ -59,6 +59,8 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ),
     ("train", "glue"): Command("distaff.tasks.glue", "train", "GlueFlags", "Classes or numbers for texts."),
     ("eval", "glue"): Command("distaff.tasks.glue", "evaluate_only", "GlueFlags", "Evaluate a classifier of texts."),
+    ("train", "ner"): Command("distaff.tasks.ner", "train", "NerFlags", "Tags of words."),
+    ("eval", "ner"): Command("distaff.tasks.ner", "evaluate_only", "NerFlags", "Evaluate a model of tags."),
     ("predict", "fill-mask"): Command(
         "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
     ),
