@@ -59,6 +59,8 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ),
     ("train", "glue"): Command("distaff.tasks.glue", "train", "GlueFlags", "Classes or numbers for texts."),
     ("eval", "glue"): Command("distaff.tasks.glue", "evaluate_only", "GlueFlags", "Evaluate a classifier of texts."),
+    ("train", "ner"): Command("distaff.tasks.ner", "train", "NerFlags", "Tags of words."),
+    ("eval", "ner"): Command("distaff.tasks.ner", "evaluate_only", "NerFlags", "Evaluate a model of tags."),
     ("train", "image-classification"): Command(
         "distaff.tasks.image_classification", "train", "ImageClassificationFlags", "Labels of images."
     ),

@@ -87,7 +87,7 @@ def begin(folder: Path, flags: Any, recipe: str) -> None:
         return
     try:
         if flags.overwrite_output_dir and flags.resume_from_checkpoint is None:
-            tables = [path.name for kind in ("csv", "jsonl") for path in folder.glob(f"{PREDICT}*.{kind}")]
+            tables = [path.name for kind in ("csv", "jsonl", "conll") for path in folder.glob(f"{PREDICT}*.{kind}")]
             for name in (*RESULTS, PREDICTIONS, *tables):
                 (folder / name).unlink(missing_ok=True)
             # A model that the run starts from stays until the new one replaces it.
