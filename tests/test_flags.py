@@ -55,8 +55,12 @@ RECIPES = {
     "summarization": Recipe("t5", T5, "mt5", "layer_norm_epsilon=0.5", SOURCES, "summary"),
     "translation": Recipe("bart", BART, "mbart", "activation_function=relu", SOURCES, "translation"),
     "glue": Recipe("roberta", f"{SHAPE},intermediate_size=32", "bert", "layer_norm_eps=0.5", ROWS, "labelled"),
+    "ner": Recipe("roberta", f"{SHAPE},intermediate_size=32", "bert", "layer_norm_eps=0.5", ROWS, "tagged"),
     "image-classification": Recipe("vit", VIT, "resnet", "layer_norm_eps=0.5", ("--image_size", "8"), "images"),
 }
+
+
+TAGS = ("B-X", "I-X", "O")
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +87,19 @@ def make_corpus(folder):
             for index, (a, b) in enumerate(shown)
         ]
         write_rows(folder / f"{name}-labelled.jsonl", labelled)
+        tagged = [
+            {
+                "tokens": a.split(),
+                "ner_tags": [TAGS[len(word) % 3] for word in a.split()],
+                "pos_tags": [word[-1] for word in a.split()],
+                "capitals": a.upper().split(),
+            }
+            for a, _ in shown
+        ]
+        write_rows(folder / f"{name}-tagged.jsonl", tagged)
         write_image_rows(folder, name, count, seed)
     write_images(folder / "classes", 12, seed=9)
-    for kind in ("", "-summary", "-translation", "-labelled", "-images"):
+    for kind in ("", "-summary", "-translation", "-labelled", "-tagged", "-images"):
         write_set(folder, kind)
     sentinels = ",".join(f"<extra_id_{number}>" for number in range(8))
     words = ("tokenizer", "train", "--special_tokens", sentinels, "--vocab_size", "320")
@@ -273,6 +287,18 @@ OWN = {
         "class_weights": Case("1 2 3", "program"),
         "ignore_mismatched_sizes": Case("", "code", also="--model_name_or_path {checkpoint} --label_column_name score"),
     },
+    "ner": {
+        **TUNED_TEXTS,
+        "text_column_name": Case("capitals", "train"),
+        "label_column_name": Case("pos_tags", "train"),
+        "task_name": Case("pos", "train"),
+        "label_all_tokens": Case("", "train"),
+        "return_entity_level_metrics": Case("", "code", also="--load_best_model_at_end --metric_for_best_model X_f1"),
+        "ignore_mismatched_sizes": Case(
+            "", "code", also="--model_name_or_path {checkpoint} --label_column_name pos_tags"
+        ),
+        "predictions_format": Case("csv", "files", also=PREDICTING),
+    },
 }
 OWN["image-classification"] = {
     **TUNED,
@@ -324,6 +350,13 @@ EVALUATION_OWN = {
         "do_eval": Case("False", "called", also=PREDICTING),
         "label_column_name": Case("sentence", "code", refused="is none of the model's"),
         "problem_type": Case("regression", "code", refused="gives no numbers"),
+    },
+    "ner": {
+        "seed": Case("7", "params", also="--model_name_or_path {headless}"),
+        "do_eval": Case("False", "called", also=PREDICTING),
+        "label_column_name": Case("pos_tags", "code", refused="is none of the model's"),
+        "task_name": Case("pos", "code", refused="is none of the model's"),
+        "return_entity_level_metrics": Case("", "printed"),
     },
     "image-classification": {
         "seed": Case("7", "params", also="--model_name_or_path {headless}"),
@@ -396,7 +429,7 @@ class Bench:
         self.places["config"] = self.folder / "config"
         if self.recipe.pairs:
             blank = {"document": "a", "summary": "", "translation": {"en": "a", "de": ""}}
-            blank |= {"sentence1": "", "sentence2": "a", "label": 0}
+            blank |= {"sentence1": "", "sentence2": "a", "label": 0, "tokens": [], "ner_tags": []}
             rows = (self.corpus / f"validation-{self.recipe.data}.jsonl").read_text()
             self.places["blank"] = self.folder / "blank.jsonl"
             self.places["blank"].write_text(f"{rows}{json.dumps(blank)}\n")
@@ -405,7 +438,7 @@ class Bench:
             processor = new_image_processor(height=16, width=16, channels=3)
             processor.image_mean = [0.1, 0.2, 0.3]
             processor.save_pretrained(self.places["processor"])
-        if self.recipe.data in ("labelled", "images"):
+        if self.recipe.data in ("labelled", "tagged", "images"):
             self.places["headless"] = self.folder / "headless"
             shutil.copytree(self.places["checkpoint"], self.places["headless"])
             FlaxAutoModel.from_pretrained(self.places["checkpoint"]).save_pretrained(self.places["headless"])

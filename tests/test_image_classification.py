@@ -18,7 +18,7 @@ from distaff.core.tree import flatten
 from distaff.models._outputs import FlaxSequenceClassifierOutput
 from distaff.pipelines import pipeline
 from distaff.tasks import _finetune
-from distaff.tasks._images import with_size
+from distaff.tasks._images import names_of, with_size
 from distaff.tasks.image_classification import Classifier
 from image_cases import COLORS, VIT, evaluate, make_corpus, rows_of, run, train, write_images
 from recipe_cases import as_if_killed, logged, one_line, results
@@ -237,6 +237,28 @@ def test_labels_that_the_checkpoint_knows_keep_their_numbers(models, corpus, tmp
     assert load(tmp_path / "out").config.id2label == config.id2label
     before, after = (head_of(load(tmp_path / name)) for name in ("turned", "out"))
     np.testing.assert_allclose(before["classifier/kernel"], after["classifier/kernel"], atol=1e-5)
+
+
+def test_a_head_of_as_many_labels_learns_the_new_ones(models, corpus, tmp_path):
+    for name in COLORS:
+        shutil.copytree(corpus / "train" / name, tmp_path / "images" / f"dark {name}")
+    assert finetune(models / "vit", tmp_path / "images", tmp_path / "out") == 0
+    assert list(load(tmp_path / "out").config.id2label.values()) == [f"dark {name}" for name in COLORS]
+    before, after = (head_of(load(folder)) for folder in (models / "vit", tmp_path / "out"))
+    np.testing.assert_allclose(before["classifier/kernel"], after["classifier/kernel"], atol=1e-5)
+
+
+def test_labels_of_the_same_name_are_told_apart_by_their_numbers(models, corpus, tmp_path):
+    """As the two cranes of ImageNet."""
+    config = transformers.AutoConfig.from_pretrained(models / "vit")
+    config.id2label = {0: "blue", 1: "red", 2: "red"}
+    assert names_of(config) == ["blue", "red (1)", "red (2)"]
+    shutil.copytree(models / "vit", tmp_path / "cranes")
+    config.save_pretrained(tmp_path / "cranes")
+    words = ("--do_eval", "False", "--do_predict", "--test_dir", corpus / "test", "--output_dir", tmp_path / "out")
+    assert run("eval", "--model_name_or_path", tmp_path / "cranes", *words) == 0
+    row = rows_of(tmp_path / "out" / "predict_results.csv")[0]
+    assert sum(float(row[f"probability_{name}"]) for name in names_of(config)) == pytest.approx(1)
 
 
 def test_a_checkpoint_learns_images_of_another_size(models, corpus, tmp_path):

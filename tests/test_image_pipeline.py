@@ -122,6 +122,10 @@ def test_what_is_refused(folder, classify, inputs, options, words):
     assert "\n" not in str(caught.value)
 
 
+def test_the_task_is_found_from_the_config(folder, classify, image):
+    assert plain([pipeline(model=folder)(image)]) == plain([classify(image)])
+
+
 def test_settings_that_are_refused(folder, tmp_path):
     model = distaff.FlaxAutoModelForImageClassification.from_pretrained(folder)
     for settings, words in (

@@ -17,7 +17,7 @@ import numpy as np
 from distaff.core.errors import DataError, MissingExtraError
 
 try:
-    from PIL import Image, ImageOps
+    from PIL import ExifTags, Image, ImageOps
 except ImportError as error:
     raise MissingExtraError("PIL", "vision", "Reading images") from error
 
@@ -92,7 +92,8 @@ def reason(error: Exception) -> str:
 def _upright(image: Image.Image) -> Image.Image:
     image.load()
     try:
-        return ImageOps.exif_transpose(image)
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+        return ImageOps.exif_transpose(image) if turned else image
     except Exception:
         # A camera's notes that are damaged; the pixels are not.
         return image

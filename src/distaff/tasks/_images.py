@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +116,7 @@ def read_images(flags: ImageClassificationFlags, config: Any) -> Images:
     if flags.do_eval and not flags.has_evaluation():
         raise UsageError("There are no images to evaluate on: give --validation_dir or --validation_file.")
     own = _has(flags, "validation")
-    known = list(config.id2label.values())
+    known = names_of(config)
     train = evaluation = test = None
     if flags.do_train:
         train, found = load(flags, "train")
@@ -138,6 +139,13 @@ def read_images(flags: ImageClassificationFlags, config: Any) -> Images:
             test = test.select(range(min(flags.max_predict_samples, len(test))))
     train = some(train, flags.max_train_samples) if flags.do_train else None
     return Images(names, train, some(evaluation, flags.max_eval_samples), test)
+
+
+def names_of(config: Any) -> list[str]:
+    """Return the labels of a config by number, with their number where several are called the same."""
+    names = [str(config.id2label.get(number, f"LABEL_{number}")) for number in range(config.num_labels)]
+    counts = Counter(names)
+    return [f"{name} ({number})" if counts[name] > 1 else name for number, name in enumerate(names)]
 
 
 def load(
@@ -232,14 +240,17 @@ def prepare_model(flags: ImageClassificationFlags, config: Any, names: Sequence[
 
 def _set_labels(flags: ImageClassificationFlags, config: Any, names: Sequence[str]) -> None:
     """Write the labels into the config; a head of other labels is replaced only where that is asked for."""
-    if list(config.id2label.values()) == list(names):
+    known = names_of(config)
+    if known == list(names):
         return
     trained = any("ForImageClassification" in name for name in config.architectures or ())
     if flags.model_name_or_path and trained and not flags.ignore_mismatched_sizes and config.num_labels != len(names):
         raise UsageError(
-            f"The checkpoint tells {config.num_labels} labels apart ({listed(config.id2label.values(), 3)}), and the "
+            f"The checkpoint tells {config.num_labels} labels apart ({listed(known, 3)}), and the "
             f"images have {len(names)} ({listed(names, 3)}): begin with a new head by --ignore_mismatched_sizes."
         )
+    if flags.model_name_or_path and trained and len(known) == len(names):
+        logger.warning("The head that knew %s learns %s from where it stands.", listed(known, 3), listed(names, 3))
     config.id2label = dict(enumerate(names))
     config.label2id = {name: number for number, name in enumerate(names)}
 

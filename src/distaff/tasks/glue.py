@@ -176,6 +176,7 @@ class Side:
             targets,
             tokenizer=self.tokenizer,
             max_length=self.length,
+            types=getattr(self.model.config, "type_vocab_size", 1) > 1,
             num_proc=flags.preprocessing_num_workers,
             overwrite_cache=flags.overwrite_cache,
         )
@@ -314,6 +315,11 @@ def prepare(flags: GlueFlags, sizes: tuple[int, int]) -> Finetuning:
         token=flags.hub_token,
         ignore_mismatched_sizes=flags.ignore_mismatched_sizes,
     )
+    if config.is_encoder_decoder and tokenizer("a")["input_ids"][-1] != config.eos_token_id:
+        raise UsageError(
+            f"The model reads a text at its end of sentence, token {config.eos_token_id}, and the tokenizer does not "
+            "put it there: take the model's tokenizer, or set eos_token_id by --config_overrides."
+        )
     longest = recipes.LONGEST_BY_DEFAULT if model.longest_input is None else model.longest_input
     side = Side(model, tokenizer, labels, recipes.row_length(flags, tokenizer, longest))
 

@@ -56,6 +56,7 @@ class NerFlags(FinetuneTextFlags):
     task_name: str = flag("ner", "What the tags are: ner, pos, chunk.")
     label_all_tokens: bool = flag(False, "Train on all pieces of a word, not only on its first.")
     return_entity_level_metrics: bool = flag(False, "Give precision, recall and F1 of each type of entity too.")
+    ignore_mismatched_sizes: bool = flag(False, "Make a head anew where the checkpoint's has other labels.")
     predictions_format: str = flag("jsonl", "Of predict_results: jsonl, a line a sentence, or csv, a line a word.")
 
 
@@ -254,13 +255,15 @@ def prepare(flags: NerFlags, sizes: tuple[int, int]) -> Finetuning:
         check_tags(part, labels)
     config.id2label = dict(enumerate(labels))
     config.label2id = {label: number for number, label in enumerate(labels)}
+    if tokenizer.pad_token_id is not None and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = tokenizer.pad_token_id
     model = recipe.load_model(
         FlaxAutoModelForTokenClassification,
         flags,
         config,
         seed=flags.seed,
         token=flags.hub_token,
-        ignore_mismatched_sizes=flags.do_train,
+        ignore_mismatched_sizes=flags.ignore_mismatched_sizes,
     )
     recipe.check_vocabulary(tokenizer, model.config)
     make = partial(make_batches, flags, tokenizer, model, labels)
@@ -293,7 +296,8 @@ def make_batches(
     flags: NerFlags, tokenizer, model, labels: list[str], sentences: datasets.Dataset, size: int, *, train: bool
 ) -> HeldOut:
     """Return batches of `size` rows, in the order of the sentences except in training."""
-    limit = recipe.row_length(flags, tokenizer, model.longest_input)
+    longest = recipe.LONGEST_BY_DEFAULT if model.longest_input is None else model.longest_input
+    limit = recipe.row_length(flags, tokenizer, longest)
     rows = tokenize_sentences(
         sentences,
         tokenizer=tokenizer,
@@ -305,14 +309,14 @@ def make_batches(
     )
     check_ids(rows, vocab_size=model.config.vocab_size)
     # Short sentences do not pay for the limit: lengths are parts of the longest that there is.
-    longest = -(-int(row_lengths(rows).max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+    needed = -(-int(row_lengths(rows).max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
     batches = Batches(
         rows,
         collate=TagCollate(tokenizer.pad_token_id or 0),
         batch_size=size,
         seed=flags.seed,
         shuffle=train,
-        max_length=limit if flags.pad_to_max_length else min(limit, longest),
+        max_length=limit if flags.pad_to_max_length else min(limit, needed),
         pad_to_max_length=flags.pad_to_max_length,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
