@@ -19,7 +19,7 @@ from distaff.pretrained import FlaxPreTrainedModel
 from distaff.train.loop import FitResult
 
 # Modules that call `fit` and `evaluate`, and those that ask for checkpoints by name.
-WIRING = ("mlm", "electra", "_text", "_seq2seq")
+WIRING = ("_text", "_seq2seq", "_finetune")
 RESOLVING = ("distaff.tasks._recipe", "distaff.tasks.electra", "distaff.pretrained")
 
 
@@ -41,20 +41,23 @@ class HandOver:
     def __init__(self):
         self.seen: dict[str, Any] = {"called": []}
         self.later: dict[str, Any] = {}
+        self.evaluating = False
 
-    def fit(self, loss_fn, *, params, batches, config, eval_batches, schedule, score=None, on_start, **others):
+    def fit(self, loss_fn, *, params, batches, config, eval_batches=None, schedule, score=None, on_start, **others):
         self.seen["called"].append("fit")
         self.seen["loop"] = dataclasses.asdict(config)
         assert (others["tx"], schedule) == self.optimizer
-        self.keep(loss_fn, params, batches, jax.random.key(0))
+        carried = others.get("carried")
+        self.keep(loss_fn, params, batches, jax.random.key(0), *(() if carried is None else (carried,)))
         self.later["train"] = lambda: [digest(self.batch(step)) for step in range(3)]
         self.later["rows"] = lambda: len(jax.tree.leaves(self.batch(0))[0])
         self.keep_evaluation(eval_batches, config.eval_steps)
         on_start()
         if score is not None:
-            score(params)
-        metrics = {"loss": 1.0, **({"eval_loss": 1.0} if eval_batches is not None else {})}
-        return FitResult(SimpleNamespace(params=params), config.total_steps, metrics, None, {})
+            score(params, *(() if carried is None else (carried,)))
+        evaluates = eval_batches is not None or score is not None
+        metrics = {"loss": 1.0, **({"eval_loss": 1.0} if evaluates else {})}
+        return FitResult(SimpleNamespace(params=params, carried=carried), config.total_steps, metrics, None, {})
 
     def evaluate(self, loss_fn, *, params, batches, steps, mesh):
         self.seen["called"].append("evaluate")
@@ -63,10 +66,40 @@ class HandOver:
             self.keep_evaluation(batches, steps)
         return {"loss": 1.0, "generator_loss": 1.0, "discriminator_loss": 1.0}
 
-    def keep(self, loss_fn, params, batches, key):
+    def figures(self, inner):
+        """`inner` of fine-tuning, whose rows are those of an evaluation."""
+
+        def figures(*words):
+            self.evaluating = True
+            try:
+                return inner(*words)
+            finally:
+                self.evaluating = False
+
+        return figures
+
+    def collect(self, forward, *, params, batches, mesh, carried=None):
+        """Zeros in the shapes of what a model would say of each row."""
+        rest = () if carried is None else (carried,)
+        if not self.seen["called"]:
+            self.keep(lambda params, batch, key, *rest: forward(params, batch, *rest), params, batches, None, *rest)
+        if self.evaluating:
+            self.keep_evaluation(batches, batches.steps_per_epoch)
+        else:
+            rows = [digest(batches(step)) for step in range(batches.steps_per_epoch)]
+            self.seen.setdefault("generated", []).append(rows)
+        self.seen["called"].append("evaluated" if self.evaluating else "predicted")
+        said: dict[str, list] = {}
+        for step in range(batches.steps_per_epoch):
+            _, weights = batches.indices(step)
+            for name, rows in jax.eval_shape(forward, params, batches(step), *rest).items():
+                said.setdefault(name, []).extend(np.zeros(rows.shape[1:], rows.dtype) for weight in weights if weight)
+        return said
+
+    def keep(self, loss_fn, params, batches, key, *carried):
         self.batch = functools.cache(batches)  # a stream goes forward only
         self.later["params"] = lambda: digest(params)
-        self.later["program"] = lambda: str(jax.make_jaxpr(loss_fn)(params, self.batch(0), key))
+        self.later["program"] = lambda: str(jax.make_jaxpr(loss_fn)(params, self.batch(0), key, *carried))
 
     def keep_evaluation(self, batches, steps):
         if batches is not None:
@@ -76,6 +109,7 @@ class HandOver:
     def make_optimizer(self, inner):
         def make(config, **others):
             self.seen["optimizer"] = dataclasses.asdict(config)
+            self.seen["trained"] = others.get("trained")
             self.optimizer = inner(config, **others)
             return self.optimizer
 
@@ -132,9 +166,12 @@ def patched(record: HandOver):
         for name in WIRING:
             module = importlib.import_module(f"distaff.tasks.{name}")
             patch.setattr(module, "fit", record.fit)
-            patch.setattr(module, "evaluate", record.evaluate)
+            patch.setattr(module, "evaluate", record.evaluate, raising=False)
             patch.setattr(module, "make_optimizer", record.make_optimizer(module.make_optimizer))
         patch.setattr("distaff.tasks._seq2seq.generate_texts", record.generate_texts)
+        finetune = importlib.import_module("distaff.tasks._finetune")
+        patch.setattr(finetune, "figures", record.figures(finetune.figures))
+        patch.setattr(finetune, "collect", record.collect)
         patch.setattr("distaff.tasks._recipe.push_folder", record.recording("published", lambda *w, **o: "address"))
         for name in RESOLVING:
             module = importlib.import_module(name)

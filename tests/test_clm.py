@@ -68,7 +68,7 @@ def finished(corpus, tmp_path_factory):
 # What a run leaves.
 
 
-def test_a_run_leaves_a_folder_that_opens(finished):
+def test_a_run_leaves_a_folder_that_opens(finished, corpus):
     folder, printed = finished
     names = {path.name for path in folder.iterdir()}
     assert names >= set(

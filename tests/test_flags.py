@@ -13,6 +13,7 @@ import datasets
 import pytest
 from transformers import AutoConfig
 
+from distaff import FlaxAutoModel
 from distaff.cli import COMMANDS, main
 from flag_cases import flags_of, hand_over
 from pair_cases import pairs, write_rows
@@ -51,6 +52,7 @@ RECIPES = {
     "bart-dlm": Recipe("bart", BART, "mbart", "activation_function=relu", ROWS),
     "summarization": Recipe("t5", T5, "mt5", "layer_norm_epsilon=0.5", SOURCES, "summary"),
     "translation": Recipe("bart", BART, "mbart", "activation_function=relu", SOURCES, "translation"),
+    "glue": Recipe("roberta", f"{SHAPE},intermediate_size=32", "bert", "layer_norm_eps=0.5", ROWS, "labelled"),
 }
 
 
@@ -73,7 +75,12 @@ def make_corpus(folder):
         write_rows(folder / f"{name}-summary.jsonl", [{"document": a, "summary": b, "text": b} for a, b in shown])
         nested = [{"translation": {"en": a, "de": b, "fr": b.upper()}} for a, b in shown]
         write_rows(folder / f"{name}-translation.jsonl", nested)
-    for kind in ("", "-summary", "-translation"):
+        labelled = [
+            {"sentence1": a, "sentence2": b, "label": index % 3, "sentence": b, "score": index / 8, "brief": a[:9]}
+            for index, (a, b) in enumerate(shown)
+        ]
+        write_rows(folder / f"{name}-labelled.jsonl", labelled)
+    for kind in ("", "-summary", "-translation", "-labelled"):
         write_set(folder, kind)
     sentinels = ",".join(f"<extra_id_{number}>" for number in range(8))
     words = ("tokenizer", "train", "--special_tokens", sentinels, "--vocab_size", "320")
@@ -176,6 +183,25 @@ PAIRED = {
     "num_beams": Case("3", "generated", also="--predict_with_generate"),
     "do_predict": Case("", "generated", "files", also="--test_file {test}"),
 }
+# What recipes of fine-tuning have in common; those on texts have the others too.
+TUNED = {
+    "max_predict_samples": Case("4", "generated", also=PREDICTING),
+    "label_smoothing_factor": Case("0.1", "program"),
+    "do_predict": Case("", "generated", "files", also="--test_file {test}"),
+    "predictions_format": Case("jsonl", "files", also=PREDICTING),
+    "freeze": Case("embeddings", "trained"),
+    "load_best_model_at_end": Case("", "loop"),
+    "metric_for_best_model": Case("loss", "loop", also="--load_best_model_at_end"),
+    "greater_is_better": Case("False", "loop", also="--load_best_model_at_end"),
+    "early_stopping_patience": Case("3", "loop"),
+    "early_stopping_threshold": Case("0.5", "loop", also="--early_stopping_patience 3"),
+}
+TUNED_TEXTS = {
+    **TUNED,
+    **LENGTH,
+    "test_file": Case("{other}", "generated", also=PREDICTING),
+    "pad_to_max_length": Case("", "train", also="--max_seq_length 32"),
+}
 OWN = {
     "mlm": {**TEXTS, **MASKED},
     "electra": {
@@ -211,6 +237,17 @@ OWN = {
         "source_lang": Case("fr", "train"),
         "target_lang": Case("fr", "train"),
     },
+    "glue": {
+        **TUNED_TEXTS,
+        "task_name": Case("cola", "train"),
+        "text_column_name": Case("sentence2,sentence1", "train"),
+        "label_column_name": Case("score", "train"),
+        "skip_blank_rows": Case("", "code", "called", also="--validation_file {blank}"),
+        "problem_type": Case("regression", "program"),
+        "pad_to_max_length": Case("", "train", also="--max_seq_length 32 --text_column_name brief"),
+        "class_weights": Case("1 2 3", "program"),
+        "ignore_mismatched_sizes": Case("", "code", also="--model_name_or_path {checkpoint} --label_column_name score"),
+    },
 }
 # Where an evaluation takes other words; elsewhere "train" is "eval" there.
 UNTIED = Case("7", "params", also="--config_overrides tie_word_embeddings=false")  # the file lacks the head
@@ -232,6 +269,12 @@ EVALUATION_OWN = {
     "clm": {"seed": UNTIED},
     # Rows with one span have it at their end.
     "t5-mlm": {"seed": Case("7", "eval", also="--mlm_probability 0.3 --mean_noise_span_length 1")},
+    "glue": {
+        "seed": Case("7", "params", also="--model_name_or_path {headless}"),
+        "do_eval": Case("False", "called", also=PREDICTING),
+        "label_column_name": Case("sentence", "code", refused="is none of the model's"),
+        "problem_type": Case("regression", "code", refused="gives no numbers"),
+    },
     "summarization": {"seed": UNTIED, "do_eval": Case("False", "called", also=PREDICTING)},
     "translation": {"seed": UNTIED, "do_eval": Case("False", "called", also=PREDICTING)},
 }
@@ -295,9 +338,14 @@ class Bench:
         self.places["config"] = self.folder / "config"
         if self.recipe.pairs:
             blank = {"document": "a", "summary": "", "translation": {"en": "a", "de": ""}}
+            blank |= {"sentence1": "", "sentence2": "a", "label": 0}
             rows = (self.corpus / f"validation-{self.recipe.data}.jsonl").read_text()
             self.places["blank"] = self.folder / "blank.jsonl"
             self.places["blank"].write_text(f"{rows}{json.dumps(blank)}\n")
+        if self.recipe.data == "labelled":
+            self.places["headless"] = self.folder / "headless"
+            shutil.copytree(self.places["checkpoint"], self.places["headless"])
+            FlaxAutoModel.from_pretrained(self.places["checkpoint"]).save_pretrained(self.places["headless"])
         if self.name == "electra":
             self.places["alone"] = self.folder / "alone"
             shutil.copytree(self.places["checkpoint"], self.places["alone"])

@@ -8,6 +8,7 @@ from flax import linen as nn
 
 from distaff.nn.attend import attend
 from distaff.nn.cache import KeyValue
+from distaff.nn.dense import dense
 from distaff.nn.dropout import Dropout
 
 
@@ -76,10 +77,10 @@ class Attention(nn.Module):
         head_dim = self.head_dim or embed // self.num_heads
 
         def project(values: jax.Array, name: str, features: int, use_bias: bool) -> jax.Array:
-            return nn.Dense(
+            return dense(
                 features,
+                initializer_range=self.initializer_range,
                 use_bias=use_bias,
-                kernel_init=nn.initializers.normal(self.initializer_range),
                 dtype=self.dtype,
                 param_dtype=self.param_dtype,
                 name=name,

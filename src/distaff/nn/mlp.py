@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from distaff.nn.act import ACTIVATIONS
+from distaff.nn.dense import dense
 from distaff.nn.dropout import Dropout
 
 
@@ -30,19 +31,19 @@ class MLP(nn.Module):
     def __call__(self, hidden: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Map `[batch, length, embed]` to the same shape."""
 
-        def dense(features: int, name: str) -> nn.Dense:
-            return nn.Dense(
+        def project(features: int, name: str) -> nn.Dense:
+            return dense(
                 features,
+                initializer_range=self.initializer_range,
                 use_bias=self.use_bias,
-                kernel_init=nn.initializers.normal(self.initializer_range),
                 dtype=self.dtype,
                 param_dtype=self.param_dtype,
                 name=name,
             )
 
         activation = ACTIVATIONS[self.activation]
-        inner = dense(self.intermediate_size, "up")(hidden)  # [batch, length, mlp]
-        gate = dense(self.intermediate_size, "gate")(hidden) if self.gated else None
+        inner = project(self.intermediate_size, "up")(hidden)  # [batch, length, mlp]
+        gate = project(self.intermediate_size, "gate")(hidden) if self.gated else None
         inner = activation(inner) if gate is None else activation(gate) * inner
         inner = Dropout(self.dropout_rate)(inner, deterministic=deterministic)
-        return dense(hidden.shape[-1], "down")(inner)
+        return project(hidden.shape[-1], "down")(inner)
