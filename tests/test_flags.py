@@ -44,6 +44,7 @@ class Recipe:
 
 
 ROWS, SOURCES = ("--max_seq_length", "16"), ("--max_source_length", "24", "--max_target_length", "24")
+WINDOWS = (*ROWS, "--doc_stride", "3")
 RECIPES = {
     "mlm": Recipe("roberta", f"{SHAPE},intermediate_size=32", "bert", "layer_norm_eps=0.5", ROWS),
     "electra": Recipe("electra", f"{SHAPE},intermediate_size=32,embedding_size=8", "bert", "layer_norm_eps=0.5", ROWS),
@@ -53,6 +54,7 @@ RECIPES = {
     "summarization": Recipe("t5", T5, "mt5", "layer_norm_epsilon=0.5", SOURCES, "summary"),
     "translation": Recipe("bart", BART, "mbart", "activation_function=relu", SOURCES, "translation"),
     "glue": Recipe("roberta", f"{SHAPE},intermediate_size=32", "bert", "layer_norm_eps=0.5", ROWS, "labelled"),
+    "qa": Recipe("roberta", f"{SHAPE},intermediate_size=32", "bert", "layer_norm_eps=0.5", WINDOWS, "answered"),
 }
 
 
@@ -80,7 +82,12 @@ def make_corpus(folder):
             for index, (a, b) in enumerate(shown)
         ]
         write_rows(folder / f"{name}-labelled.jsonl", labelled)
-    for kind in ("", "-summary", "-translation", "-labelled"):
+        answered = [
+            {"question": a[:4], "context": b, "answers": {"text": [b.split()[1]], "answer_start": [b.index(" ") + 1]}}
+            for a, b in ((source, " ".join(source.split()[:6])) for source, _ in shown)
+        ]
+        write_rows(folder / f"{name}-answered.jsonl", answered)
+    for kind in ("", "-summary", "-translation", "-labelled", "-answered"):
         write_set(folder, kind)
     sentinels = ",".join(f"<extra_id_{number}>" for number in range(8))
     words = ("tokenizer", "train", "--special_tokens", sentinels, "--vocab_size", "320")
@@ -248,6 +255,14 @@ OWN = {
         "class_weights": Case("1 2 3", "program"),
         "ignore_mismatched_sizes": Case("", "code", also="--model_name_or_path {checkpoint} --label_column_name score"),
     },
+    "qa": {
+        **TUNED_TEXTS,
+        "doc_stride": Case("1", "train"),
+        "version_2_with_negative": Case("", "answers"),
+        "null_score_diff_threshold": Case("-0.5", "answers", also="--version_2_with_negative"),
+        "n_best_size": Case("3", "answers"),
+        "max_answer_length": Case("1", "answers"),
+    },
 }
 # Where an evaluation takes other words; elsewhere "train" is "eval" there.
 UNTIED = Case("7", "params", also="--config_overrides tie_word_embeddings=false")  # the file lacks the head
@@ -274,6 +289,10 @@ EVALUATION_OWN = {
         "do_eval": Case("False", "called", also=PREDICTING),
         "label_column_name": Case("sentence", "code", refused="is none of the model's"),
         "problem_type": Case("regression", "code", refused="gives no numbers"),
+    },
+    "qa": {
+        "seed": Case("7", "params", also="--model_name_or_path {headless}"),
+        "do_eval": Case("False", "called", also=PREDICTING),
     },
     "summarization": {"seed": UNTIED, "do_eval": Case("False", "called", also=PREDICTING)},
     "translation": {"seed": UNTIED, "do_eval": Case("False", "called", also=PREDICTING)},
@@ -342,7 +361,7 @@ class Bench:
             rows = (self.corpus / f"validation-{self.recipe.data}.jsonl").read_text()
             self.places["blank"] = self.folder / "blank.jsonl"
             self.places["blank"].write_text(f"{rows}{json.dumps(blank)}\n")
-        if self.recipe.data == "labelled":
+        if self.recipe.data in ("labelled", "answered"):
             self.places["headless"] = self.folder / "headless"
             shutil.copytree(self.places["checkpoint"], self.places["headless"])
             FlaxAutoModel.from_pretrained(self.places["checkpoint"]).save_pretrained(self.places["headless"])
