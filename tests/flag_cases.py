@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from distaff.train.loop import FitResult
 
 # Modules that call `fit` and `evaluate`, and those that ask for checkpoints by name.
 WIRING = ("_text", "_seq2seq", "_finetune")
-RESOLVING = ("distaff.tasks._recipe", "distaff.tasks.electra", "distaff.pretrained")
+RESOLVING = ("distaff.tasks._recipe", "distaff.tasks._images", "distaff.tasks.electra", "distaff.pretrained")
 
 
 def digest(tree: Any) -> str:
@@ -177,6 +178,7 @@ def patched(record: HandOver):
             module = importlib.import_module(name)
             patch.setattr(module, "resolve", record.recording("names", module.resolve))
         patch.setattr(FlaxPreTrainedModel, "_shapes", shapes_once(FlaxPreTrainedModel._shapes))
+        patch.setattr("distaff.data.image.ThreadPoolExecutor", record.recording("threads", ThreadPoolExecutor))
         patch.setattr(datasets, "load_dataset", record.recording("datasets", datasets.load_dataset))
         patch.setattr(datasets.Dataset, "map", record.map(datasets.Dataset.map))
         yield

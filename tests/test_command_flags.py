@@ -16,6 +16,7 @@ HERE = {
     "config": ("config", "create"),
     "generate": ("generate",),
     "fill-mask": ("predict", "fill-mask"),
+    "predict-images": ("predict", "image-classification"),
     "push": ("push",),
     "quickstart": ("quickstart",),
 }
@@ -158,6 +159,33 @@ def test_generate(tmp_path, monkeypatch, capsys):
     for name in (*numbers.split(), *floats.split()):
         _, calls, _ = run([f"--{name}", "2"])
         assert calls[-1][-1][name] == 2, name
+
+
+def test_predict_image_classification(monkeypatch, capsys):
+    def run(words):
+        calls = []
+
+        def stream(images, **options):
+            calls.append((images, options))
+            return [[{"label": "a", "score": 0.5}] for _ in images]
+
+        def pipeline(*words, **options):
+            calls.append((words, options))
+            return SimpleNamespace(stream=stream)
+
+        monkeypatch.setattr("distaff.tasks.predict_images.pipeline", pipeline)
+        monkeypatch.setattr("sys.stdin", io.StringIO("a.png\n"))
+        code = main(["predict", "image-classification", "--model_name_or_path", "model", *words])
+        return code, calls, capsys.readouterr().out
+
+    table = {
+        "model_name_or_path": ("other", ""),
+        "images": ("b.png c.png", ""),
+        "top_k": ("2", ""),
+        "batch_size": ("2", ""),
+        "json": ("", ""),
+    }
+    assert_all_change("predict-images", table, run)
 
 
 def test_fill_mask(monkeypatch, capsys):

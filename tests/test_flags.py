@@ -15,7 +15,9 @@ from transformers import AutoConfig
 
 from distaff import FlaxAutoModel
 from distaff.cli import COMMANDS, main
+from distaff.hub import new_image_processor
 from flag_cases import flags_of, hand_over
+from image_cases import VIT, write_images
 from pair_cases import pairs, write_rows
 from recipe_cases import sentences
 
@@ -55,6 +57,7 @@ RECIPES = {
     "translation": Recipe("bart", BART, "mbart", "activation_function=relu", SOURCES, "translation"),
     "glue": Recipe("roberta", f"{SHAPE},intermediate_size=32", "bert", "layer_norm_eps=0.5", ROWS, "labelled"),
     "qa": Recipe("roberta", f"{SHAPE},intermediate_size=32", "bert", "layer_norm_eps=0.5", WINDOWS, "answered"),
+    "image-classification": Recipe("vit", VIT, "resnet", "layer_norm_eps=0.5", ("--image_size", "8"), "images"),
 }
 
 
@@ -87,7 +90,9 @@ def make_corpus(folder):
             for a, b in ((source, " ".join(source.split()[:6])) for source, _ in shown)
         ]
         write_rows(folder / f"{name}-answered.jsonl", answered)
-    for kind in ("", "-summary", "-translation", "-labelled", "-answered"):
+        write_image_rows(folder, name, count, seed)
+    write_images(folder / "classes", 12, seed=9)
+    for kind in ("", "-summary", "-translation", "-labelled", "-answered", "-images"):
         write_set(folder, kind)
     sentinels = ",".join(f"<extra_id_{number}>" for number in range(8))
     words = ("tokenizer", "train", "--special_tokens", sentinels, "--vocab_size", "320")
@@ -96,16 +101,36 @@ def make_corpus(folder):
         assert main([*words, "--train_file", str(folder / f"{name}.txt"), *output]) == 0
 
 
+def write_image_rows(folder, name, count, seed):
+    """A list of images with their labels, in several columns."""
+    images = sorted(write_images(folder / f"{name}-pictures", count, seed=seed).rglob("*.png"))
+    kinds = sorted({path.parent.name for path in images})
+    rows = [
+        {
+            "image": str(path),
+            "label": path.parent.name,
+            "more": str(other),
+            "turned": kinds[index % 3],
+            "four": index % 4,
+        }
+        for index, (path, other) in enumerate(zip(images, reversed(images)))
+    ]
+    write_rows(folder / f"{name}-images.jsonl", rows)
+
+
 def write_set(folder, kind):
     """A dataset with two configurations, without a Hub."""
     path = folder / f"set{kind}"
     path.mkdir()
-    configs = []
+    configs, types = [], {"image": "image", "label": "string", "more": "string", "turned": "string", "four": "int64"}
+    features = "".join(f"  - name: {name}\n    dtype: {dtype}\n" for name, dtype in types.items())
     for name, source in (("first", "other"), ("second", "validation")):
         (path / f"{name}.jsonl").write_text((folder / f"{source}{kind}.jsonl").read_text())
         default = "  default: true\n" if name == "first" else ""
         configs.append(f"- config_name: {name}\n  data_files: {name}.jsonl\n{default}")
-    (path / "README.md").write_text("---\nconfigs:\n" + "".join(configs) + "---\n")
+    infos = "".join(f"- config_name: {name}\n  features:\n{features}" for name in ("first", "second"))
+    told = f"dataset_info:\n{infos}" if kind == "-images" else ""
+    (path / "README.md").write_text("---\nconfigs:\n" + "".join(configs) + f"{told}---\n")
 
 
 class Case:
@@ -264,6 +289,31 @@ OWN = {
         "max_answer_length": Case("1", "answers"),
     },
 }
+OWN["image-classification"] = {
+    **TUNED,
+    "model_type": Case("resnet", "called", refused="does not fit the config"),
+    "tokenizer_name": Case("{other_tokenizer}", "called", refused="Images have no tokenizer"),
+    "cache_dir": Case("{cache}", "cache", also="--dataset_name {set} --train_file="),
+    "hub_token": Case("hf_x", "published", "names", also="--push_to_hub --model_name_or_path {checkpoint}"),
+    "preprocessing_num_workers": Case("2", "threads", also="--preprocessing_num_workers 3"),
+    "train_dir": Case("{classes} --train_file=", "train"),
+    "validation_dir": Case("{classes} --validation_file=", "eval"),
+    "test_dir": Case("{classes} --test_file=", "generated", also=PREDICTING),
+    "test_file": Case("{other}", "generated", also=PREDICTING),
+    "image_column_name": Case("more", "train"),
+    "label_column_name": Case("turned", "train"),
+    "image_processor_name": Case("{processor}", "train"),
+    "image_size": Case("12", "train"),
+    "ignore_mismatched_sizes": Case(
+        "", "code", also="--model_name_or_path {checkpoint} --label_column_name four --do_eval False"
+    ),
+    "random_resized_crop": Case("False", "train"),
+    "min_crop_area": Case("0.9", "train"),
+    "horizontal_flip": Case("False", "train"),
+    "mixup_alpha": Case("0.4", "train"),
+}
+# Images are not tokenised, and nothing of them is cached.
+WITHOUT = {"image-classification": {"overwrite_cache"}}
 # Where an evaluation takes other words; elsewhere "train" is "eval" there.
 UNTIED = Case("7", "params", also="--config_overrides tie_word_embeddings=false")  # the file lacks the head
 EVALUATION = {
@@ -293,6 +343,13 @@ EVALUATION_OWN = {
     "qa": {
         "seed": Case("7", "params", also="--model_name_or_path {headless}"),
         "do_eval": Case("False", "called", also=PREDICTING),
+    },
+    "image-classification": {
+        "seed": Case("7", "params", also="--model_name_or_path {headless}"),
+        "do_eval": Case("False", "called", also=PREDICTING),
+        "cache_dir": Case("{cache}", "cache", also="--dataset_name {set} --validation_file="),
+        "preprocessing_num_workers": Case("2", "threads", also="--preprocessing_num_workers 3"),
+        "train_dir": Case("{classes} --train_file=", "eval", also="--validation_file= --train_file {rows}"),
     },
     "summarization": {"seed": UNTIED, "do_eval": Case("False", "called", also=PREDICTING)},
     "translation": {"seed": UNTIED, "do_eval": Case("False", "called", also=PREDICTING)},
@@ -344,6 +401,7 @@ class Bench:
             "other_rows": corpus / f"other{rows}",
             "validation_rows": corpus / f"validation{rows}",
             "test": corpus / f"validation{rows}",
+            "classes": corpus / "classes",
             "set": corpus / f"set{kind.removesuffix('.jsonl').removesuffix('.txt')}",
         }
 
@@ -361,7 +419,12 @@ class Bench:
             rows = (self.corpus / f"validation-{self.recipe.data}.jsonl").read_text()
             self.places["blank"] = self.folder / "blank.jsonl"
             self.places["blank"].write_text(f"{rows}{json.dumps(blank)}\n")
-        if self.recipe.data in ("labelled", "answered"):
+        if self.recipe.data == "images":
+            self.places["processor"] = self.folder / "processor"
+            processor = new_image_processor(height=16, width=16, channels=3)
+            processor.image_mean = [0.1, 0.2, 0.3]
+            processor.save_pretrained(self.places["processor"])
+        if self.recipe.data in ("labelled", "answered", "images"):
             self.places["headless"] = self.folder / "headless"
             shutil.copytree(self.places["checkpoint"], self.places["headless"])
             FlaxAutoModel.from_pretrained(self.places["checkpoint"]).save_pretrained(self.places["headless"])
@@ -393,7 +456,7 @@ class Bench:
             return f"{words} --model_name_or_path {{checkpoint}} --output_dir {{unused}}"
         words += " --train_file {train} --per_device_train_batch_size 1 --max_steps 6 --report_to none"
         words += f" --model_type {self.recipe.model_type} --config_overrides {{shape}} --output_dir {{fresh}}"
-        return f"{words} --tokenizer_name {self.corpus / 'train-tokenizer'}"
+        return words if self.recipe.data == "images" else f"{words} --tokenizer_name {self.corpus / 'train-tokenizer'}"
 
     def show(self, command, flag, case):
         """Assert that the flag changes what it is said to change."""
@@ -425,7 +488,9 @@ def bench(benches, corpus, tmp_path_factory, capsys):
 
 def cases(command, recipe):
     table = {**SHARED, **OWN[recipe]}
-    return table if command == "train" else {**table, **EVALUATION, **EVALUATION_OWN.get(recipe, {})}
+    if command == "eval":
+        table |= {**EVALUATION, **EVALUATION_OWN.get(recipe, {})}
+    return {name: case for name, case in table.items() if name not in WITHOUT.get(recipe, ())}
 
 
 NAMES = [

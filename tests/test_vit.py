@@ -1,15 +1,18 @@
 """ViT and its head for images."""
 
+import copy
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
+from safetensors.numpy import load_file, save_file
 
 import distaff
 from battery import VisionBattery
-from battery.family import CLOSE, config_of, model_class, tensor_inputs
+from battery.family import CLOSE, assert_trees_equal, config_of, model_class, tensor_inputs
 from battery.numbers import NumberChecks
 from battery.usage import UsageChecks
 from distaff.core.errors import DistaffError
@@ -52,6 +55,18 @@ class TestViT(VisionBattery):
         same = case.runs["mixed"].inputs["pixel_values"]
         np.testing.assert_array_equal(*(model(same, interpolate_pos_encoding=flag)[0] for flag in (False, True)))
 
+    def test_resized_positions_are_those_of_interpolation(self, store, tmp_path):
+        case = self.cases["model"]
+        pixels = case.runs["grown"].inputs["pixel_values"]
+        model = copy.copy(store.model(case))
+        wanted = model(pixels, interpolate_pos_encoding=True).last_hidden_state
+        model.resize_positions((24, 36))
+        np.testing.assert_allclose(model(pixels).last_hidden_state, wanted, rtol=0, atol=CLOSE)
+        assert store.model(case).config.image_size == 16
+        model.save_pretrained(tmp_path)
+        again = distaff.FlaxViTModel.from_pretrained(tmp_path)
+        np.testing.assert_allclose(again(pixels).last_hidden_state, wanted, rtol=0, atol=CLOSE)
+
     def test_a_trained_grid_that_is_not_square(self, store):
         """PyTorch takes every trained grid for square; here a picture twice as large keeps its sides apart."""
         columns = jnp.tile(jnp.arange(5.0)[None], (3, 1)).reshape(15, 1)
@@ -92,3 +107,33 @@ class TestViT(VisionBattery):
         positions = model.params["embeddings"]["position_embeddings"][:, 1:]
         found = model(pixels, output_hidden_states=True).hidden_states[0][:, 1:] - positions
         np.testing.assert_allclose(found, expected, rtol=0, atol=CLOSE)
+
+
+# What `state_dict()` of Transformers 5 names the parts of layer 0, and what `save_pretrained` writes.
+IN_MEMORY = """
+attention.q_proj attention.attention.query; attention.k_proj attention.attention.key
+attention.v_proj attention.attention.value; attention.o_proj attention.output.dense
+layernorm_before layernorm_before; layernorm_after layernorm_after
+mlp.fc1 intermediate.dense; mlp.fc2 output.dense
+"""
+
+
+@pytest.mark.parametrize("name", ["FlaxViTModel", "FlaxViTForImageClassification"])
+def test_names_in_memory_are_read(name, tmp_path):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
+    model = getattr(distaff, name)(transformers.ViTConfig(**sizes, image_size=8, patch_size=4))
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    parts = dict(reversed(pair.split()) for pair in IN_MEMORY.replace("\n", ";").split(";") if pair.strip())
+    renamed = {}
+    for key, tensor in tensors.items():
+        start, layer, rest = key.partition("encoder.layer.")
+        number, _, part = rest.partition(".")
+        stem, _, leaf = part.rpartition(".")
+        renamed[f"{start}layers.{number}.{parts[stem]}.{leaf}" if layer else key] = tensor
+    assert len(renamed.keys() - tensors.keys()) == 2 * 16
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    again = getattr(distaff, name).from_pretrained(tmp_path)
+    assert_trees_equal(again.params, model.params)
+    assert not again.loading_report.new
+    assert not again.loading_report.unused

@@ -61,6 +61,14 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("eval", "glue"): Command("distaff.tasks.glue", "evaluate_only", "GlueFlags", "Evaluate a classifier of texts."),
     ("train", "qa"): Command("distaff.tasks.qa", "train", "QaFlags", "Question answering on a text, as in SQuAD."),
     ("eval", "qa"): Command("distaff.tasks.qa", "evaluate_only", "QaFlags", "Evaluate a model of question answering."),
+    ("train", "ner"): Command("distaff.tasks.ner", "train", "NerFlags", "Tags of words."),
+    ("eval", "ner"): Command("distaff.tasks.ner", "evaluate_only", "NerFlags", "Evaluate a model of tags."),
+    ("train", "image-classification"): Command(
+        "distaff.tasks.image_classification", "train", "ImageClassificationFlags", "Labels of images."
+    ),
+    ("eval", "image-classification"): Command(
+        "distaff.tasks.image_classification", "evaluate_only", "ImageClassificationFlags", "Evaluate a model of images."
+    ),
     ("predict", "fill-mask"): Command(
         "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
     ),
@@ -70,6 +78,13 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         "QuestionAnsweringFlags",
         "Answer questions from a text.",
         ("model_name_or_path", "question", "context"),
+    ),
+    ("predict", "image-classification"): Command(
+        "distaff.tasks.predict_images",
+        "image_classification",
+        "ImagesFlags",
+        "Say what is on images.",
+        ("model_name_or_path", "images"),
     ),
     ("generate",): Command(
         "distaff.tasks.generate", "generate", "GenerateFlags", "Write text, shown as it comes.", ("model_name_or_path",)
@@ -123,7 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def usage(names: Collection[tuple[str, ...]] = COMMANDS) -> str:
     """Return the list of the commands `names`."""
     lines = ["usage: distaff COMMAND [flags]   (distaff COMMAND --help for its flags)", ""]
-    lines += [f"  {' '.join(name):<20} {COMMANDS[name].help}" for name in names]
+    width = max(len(" ".join(name)) for name in names)
+    lines += [f"  {' '.join(name):<{width}}  {COMMANDS[name].help}" for name in names]
     lines += [
         "",
         "  A .yaml file after the command holds flags; flags on the command line win over it.",

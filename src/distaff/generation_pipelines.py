@@ -1,7 +1,7 @@
 """Pipelines that write: text-generation, text2text-generation, summarization, translation."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from distaff.core.errors import DataError, UsageError
 from distaff.hub import open_tokenizer, resolve
 from distaff.models.auto import FlaxAutoModelForCausalLM, FlaxAutoModelForSeq2SeqLM
+from distaff.pipeline_base import answers, check_texts
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class GenerationPipeline:
             raise UsageError(f"batch_size is {batch_size} and must be at least 1.")
         self.model, self.tokenizer, self.batch_size, self.settings = model, tokenizer, batch_size, settings
 
-    def __call__(self, texts: str | Sequence[str], **options: Any) -> Any:
+    def __call__(self, texts: Any, **options: Any) -> Any:
         """Return for a text a list of `{"generated_text": ...}`, one a returned sequence; for several texts, of lists.
 
         `options` are those of `model.generate`, and of the pipeline: `truncation=True` cuts what is longer than the
@@ -44,10 +45,8 @@ class GenerationPipeline:
 
         Raises `DataError` for a text without tokens, and for what is too long.
         """
-        single = isinstance(texts, str)
-        given = [texts] if isinstance(texts, str) else list(texts)
-        results = self._generate(given, {**self.settings, **options})
-        return results[0] if single else results
+        options = {**self.settings, **options}
+        return answers(texts, lambda given: self._generate(given, options), one=str, held=self.batch_size)
 
     def stream(self, text: str, write: Callable[[str], Any], **options: Any) -> str:
         """Generate for one text, calling `write` with each piece of new text as it comes; return all of it."""
@@ -90,6 +89,7 @@ class GenerationPipeline:
         return results
 
     def _rows(self, texts: list[str], options: dict[str, Any]) -> list[list[int]]:
+        check_texts(texts)
         rows = [self.ids_of(self.prepared(text, options)) for text in texts]
         empty = next((index for index, row in enumerate(rows) if not row), None)
         if empty is not None:
@@ -130,9 +130,10 @@ class TextGenerationPipeline(GenerationPipeline):
 
         A text that has ended is not continued: the model would begin another one.
         """
-        row, eos = super().ids_of(text), self.tokenizer.eos_token
-        added = len(row) > 1 and row[-1] == self.tokenizer.eos_token_id and not text.endswith(str(eos))
-        return row[:-1] if added else row
+        row = super().ids_of(text)
+        if len(row) < 2 or row[-1] != self.tokenizer.eos_token_id or text.endswith(str(self.tokenizer.eos_token)):
+            return row
+        return row[:-1]
 
     def result(self, text: str, row: list[int], new: list[int], options: dict[str, Any]) -> str:
         """Return the text and its continuation, or that alone."""

@@ -3,6 +3,7 @@
 import difflib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,25 +11,66 @@ import jax.numpy as jnp
 import numpy as np
 
 from distaff.core.errors import DataError, UsageError, listed
+from distaff.embedding_pipelines import FeatureExtractionPipeline, SentenceSimilarityPipeline
 from distaff.generation_pipelines import KINDS
 from distaff.hub import open_tokenizer, resolve
+from distaff.loading import config_values
 from distaff.models.auto import FlaxAutoModelForMaskedLM
+from distaff.pipeline_base import answers, check_texts
 from distaff.question_pipelines import QuestionAnsweringPipeline
+from distaff.token_pipelines import TokenClassificationPipeline
 
 # Rows are padded to a multiple of this, so that texts of many lengths are few programs.
 _LENGTH_MULTIPLE = 16
 
 
-def pipeline(task: str, model: Any = None, *, tokenizer: Any = None, **settings: Any) -> Any:
+# Other names of tasks.
+ALIASES = {"ner": "token-classification", "sentiment-analysis": "text-classification"}
+# What a config's architecture ends in, and the task of such a model.
+_TASKS = {
+    "ForMaskedLM": "fill-mask",
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+    "ForConditionalGeneration": "text2text-generation",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForImageClassification": "image-classification",
+    "Model": "feature-extraction",
+}
+
+
+def pipeline(task: str | None = None, model: Any = None, *, tokenizer: Any = None, **settings: Any) -> Any:
     """Return a callable for `task` with `model`: a folder, a Hub id, or a loaded model with its tokenizer.
 
-    Raises `UsageError` for a task that there is not.
+    Without `task` the model decides: by `architectures` in its config, or for a folder of sentence-transformers by its
+    modules.json. Raises `UsageError` for a task that there is not.
     """
-    if task not in PIPELINES:
-        raise UsageError(f"There is no pipeline '{task}': choose one of {listed(PIPELINES)}.")
     if model is None:
         raise UsageError(f"pipeline('{task}') needs a model: a folder, a Hub id, or a model object.")
+    if task is None:
+        where = {name: settings[name] for name in ("revision", "token") if name in settings}
+        task = task_of(resolve(str(model), **where) if isinstance(model, str | os.PathLike) else model)
+    task = ALIASES.get(task, task)
+    if task not in PIPELINES:
+        raise UsageError(f"There is no pipeline '{task}': choose one of {listed(PIPELINES)}.")
     return PIPELINES[task](model, tokenizer=tokenizer, **settings)
+
+
+def task_of(model: Any) -> str:
+    """Return the task of a folder's model or of a model object. Raises `UsageError` where it does not tell."""
+    if not isinstance(model, Path):
+        names, where = [type(model).__name__], f"The class {type(model).__name__}"
+    elif (model / "modules.json").is_file():
+        return "sentence-similarity"
+    else:
+        names, where = config_values(model).get("architectures") or [], f"'{model / 'config.json'}'"
+    for name in names:
+        task = next((task for ending, task in _TASKS.items() if name.endswith(ending)), None)
+        if task is not None:
+            return task
+    told = f"names {listed(names)}, which is the model of no task" if names else "names no architectures"
+    raise UsageError(f"{where} {told}: say which of {listed(PIPELINES)} is meant.")
 
 
 class FillMaskPipeline:
@@ -59,9 +101,7 @@ class FillMaskPipeline:
             )
         self.model, self.tokenizer, self.top_k = model, tokenizer, top_k
 
-    def __call__(
-        self, texts: str | Sequence[str], *, top_k: int | None = None, targets: str | Sequence[str] | None = None
-    ) -> list[Any]:
+    def __call__(self, texts: Any, *, top_k: int | None = None, targets: str | Sequence[str] | None = None) -> Any:
         """Return the best `top_k` fillings, best first, of a text, or a list of them for each of several.
 
         A filling is `{"score", "token", "token_str", "sequence"}`; for a text with several masks there is a list of
@@ -74,9 +114,12 @@ class FillMaskPipeline:
         targets = [targets] if isinstance(targets, str) else targets
         if targets is not None and not targets:
             raise UsageError("targets is empty: name words that may be filled in, or leave it out.")
-        if isinstance(texts, str):
-            return self._fill(texts, top_k, targets)
-        return [self._fill(text, top_k, targets) for text in texts]
+
+        def many(given: list[str]) -> list[Any]:
+            check_texts(given)
+            return [self._fill(text, top_k, targets) for text in given]
+
+        return answers(texts, many, one=str, held=1)
 
     def _fill(self, text: str, top_k: int, targets: Sequence[str] | None) -> list[Any]:
         ids = np.asarray(self.tokenizer(text)["input_ids"], np.int32)
@@ -139,8 +182,19 @@ def _check_top_k(top_k: int) -> None:
         raise UsageError(f"top_k is {top_k}: it must be at least 1.")
 
 
+def _image_classification(model: Any, **settings: Any) -> Any:
+    # Images need Pillow, which those who have none do without.
+    from distaff.image_pipelines import ImageClassificationPipeline
+
+    return ImageClassificationPipeline(model, **settings)
+
+
 PIPELINES: dict[str, Any] = {
     "fill-mask": FillMaskPipeline,
     "question-answering": QuestionAnsweringPipeline,
+    "token-classification": TokenClassificationPipeline,
+    "feature-extraction": FeatureExtractionPipeline,
+    "sentence-similarity": SentenceSimilarityPipeline,
+    "image-classification": _image_classification,
     **{kind.task: kind for kind in KINDS},
 }

@@ -8,7 +8,7 @@ import csv
 import glob
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,11 @@ class ReadCount:
     blank: int = 0
 
 
-def expand_files(files: str | Sequence[str]) -> list[Path]:
-    """Return the files that names, comma lists and globs stand for, in order; each exists and holds something."""
+def expand_files(files: str | Sequence[str], *, suffixes: Collection[str] | None = None) -> list[Path]:
+    """Return the files that names, comma lists and globs stand for, in order; each exists and holds something.
+
+    They end in one of `suffixes`, by default in those that there are readers for.
+    """
     names = [files] if isinstance(files, str) else list(files)
     paths: list[Path] = []
     for name in names:
@@ -48,7 +51,7 @@ def expand_files(files: str | Sequence[str]) -> list[Path]:
     if not paths:
         raise UsageError(f"'{files}' names no file: write names or patterns, with commas between them.")
     for path in paths:
-        _check(path)
+        _check(path, READERS if suffixes is None else suffixes)
     return paths
 
 
@@ -60,13 +63,15 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _check(path: Path) -> None:
+def _check(path: Path, suffixes: Collection[str]) -> None:
     if not _exists(path):
         raise DataError(f"There is no file '{path}': check its name and the folder that you are in.")
     if path.is_dir():
         raise DataError(f"'{path}' is a folder, not a file: name the files in it, as in '{path}/*.txt'.")
-    if path.suffix.lower() not in READERS:
-        raise UsageError(f"'{path}' ends in '{path.suffix}', which is none of {listed(READERS)}: convert or rename it.")
+    if path.suffix.lower() not in suffixes:
+        raise UsageError(
+            f"'{path}' ends in '{path.suffix}', which is none of {listed(suffixes)}: convert or rename it."
+        )
     if path.stat().st_size == 0:
         raise DataError(f"'{path}' is empty: it needs at least one line of text.")
 

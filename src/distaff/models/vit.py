@@ -1,5 +1,7 @@
 """ViT (Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929)."""
 
+import copy
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -8,6 +10,7 @@ from flax import linen as nn
 from transformers import ViTConfig
 
 from distaff.core.errors import ConfigError, DataError
+from distaff.core.tree import flatten, unflatten
 from distaff.models._encoder_heads import new_linear
 from distaff.models._family import check_activation, check_fields, check_heads
 from distaff.models._outputs import FlaxBaseModelOutputWithPooling, FlaxSequenceClassifierOutput
@@ -199,6 +202,26 @@ class ViTForImageClassificationModule(nn.Module):
 # Rows.
 
 
+# Parts of a layer in PyTorch's files, and in what `state_dict()` gives today, which `torch.save` keeps.
+IN_MEMORY = {
+    "encoder.layer.{i}.": "layers.{i}.",
+    "attention.attention.query": "attention.q_proj",
+    "attention.attention.key": "attention.k_proj",
+    "attention.attention.value": "attention.v_proj",
+    "attention.output.dense": "attention.o_proj",
+    "intermediate.dense": "mlp.fc1",
+    "output.dense": "mlp.fc2",
+}
+
+
+def in_memory(row: Row) -> Row:
+    """Return the row of a layer with its name in memory as an alias."""
+    name = row.key
+    for saved, ours in IN_MEMORY.items():
+        name = name.replace(saved, ours)
+    return replace(row, aliases=(name,))
+
+
 def vit_rows(config, *, pooler: bool = True) -> list[Row]:
     """Rows of the base model."""
     layer, ours = "encoder.layer.{i}", "encoder/{i}"
@@ -210,16 +233,19 @@ def vit_rows(config, *, pooler: bool = True) -> list[Row]:
         *conv("embeddings.patch_embeddings.projection", "embeddings/projection", (None, None, None, "embed")),
         *repeated(
             config.num_hidden_layers,
-            [
-                *linear(f"{attention}.query", f"{ours}/attention/query", ("embed", "heads"), **inner),
-                *linear(f"{attention}.key", f"{ours}/attention/key", ("embed", "heads"), **inner),
-                *linear(f"{attention}.value", f"{ours}/attention/value", ("embed", "heads"), **inner),
-                *linear(f"{layer}.attention.output.dense", f"{ours}/attention/out", ("heads", "embed")),
-                *norm(f"{layer}.layernorm_before", f"{ours}/attention_norm"),
-                *linear(f"{layer}.intermediate.dense", f"{ours}/mlp/up", ("embed", "mlp")),
-                *linear(f"{layer}.output.dense", f"{ours}/mlp/down", ("mlp", "embed")),
-                *norm(f"{layer}.layernorm_after", f"{ours}/mlp_norm"),
-            ],
+            map(
+                in_memory,
+                [
+                    *linear(f"{attention}.query", f"{ours}/attention/query", ("embed", "heads"), **inner),
+                    *linear(f"{attention}.key", f"{ours}/attention/key", ("embed", "heads"), **inner),
+                    *linear(f"{attention}.value", f"{ours}/attention/value", ("embed", "heads"), **inner),
+                    *linear(f"{layer}.attention.output.dense", f"{ours}/attention/out", ("heads", "embed")),
+                    *norm(f"{layer}.layernorm_before", f"{ours}/attention_norm"),
+                    *linear(f"{layer}.intermediate.dense", f"{ours}/mlp/up", ("embed", "mlp")),
+                    *linear(f"{layer}.output.dense", f"{ours}/mlp/down", ("mlp", "embed")),
+                    *norm(f"{layer}.layernorm_after", f"{ours}/mlp_norm"),
+                ],
+            ),
         ),
         *norm("layernorm", "norm"),
     ]
@@ -254,6 +280,26 @@ class FlaxViTPreTrainedModel(FlaxVisionModel):
         """Rows of all parameters of `module`."""
         base = cls.base_rows(module.config, pooler=module.add_pooling_layer)
         return base if cls._is_base() else [*prefixed(cls.base_model_prefix, base), *new_linear("classifier")]
+
+    def resize_positions(self, size: int | tuple[int, int]) -> None:
+        """Let the model take images of `size` (one side or height and width), which its config then says.
+
+        New positions lie between the trained ones, as with `interpolate_pos_encoding`, and are parameters like them.
+        """
+        height, width = pair_of(size)
+        config = copy.deepcopy(self.config)
+        config.image_size = height if height == width else [height, width]
+        options: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype, "mesh": self.mesh}
+        resized = type(self)(config, self.module.clone(config=config), seed=self.seed, _do_init=False, **options)
+        grids = [grid_of(each, *pair_of(each.image_size)) for each in (self.config, config)]
+        flat = flatten(self.params)
+        path = next(path for path in flat if path.endswith("embeddings/position_embeddings"))
+        token, table = flat[path][0, :1], flat[path][0, 1:]
+        positions = jnp.concatenate([token, resized_positions(table, *grids)])[None]
+        sharding = self._sharding(self._table[path], positions.shape)
+        resized.params = unflatten({**flat, path: jax.device_put(positions, sharding)})
+        resized.loading_report = self.loading_report
+        vars(self).update(vars(resized))
 
     def __call__(  # type: ignore[override]
         self,

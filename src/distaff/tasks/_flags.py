@@ -21,7 +21,8 @@ TRAINING_ONLY = frozenset(
     "eval_steps save_steps save_total_limit debug_nans report_to push_to_hub hub_model_id hub_private_repo "
     "max_train_samples streaming num_train_steps num_eval_samples shuffle_buffer_size preview "
     "label_smoothing_factor freeze load_best_model_at_end metric_for_best_model greater_is_better "
-    "early_stopping_patience early_stopping_threshold class_weights ignore_mismatched_sizes".split()
+    "early_stopping_patience early_stopping_threshold class_weights ignore_mismatched_sizes "
+    "random_resized_crop min_crop_area horizontal_flip mixup_alpha".split()
 )
 
 

@@ -23,7 +23,7 @@ PREDICTIONS = "generated_predictions.txt"
 # Of predictions of classes: with a suffix of the set, and one of the format.
 PREDICT = "predict_results"
 # All that predictions are written to; answers to questions by id too.
-PREDICTED = (f"{PREDICT}*.csv", f"{PREDICT}*.jsonl", "*predictions.json", "*null_odds.json")
+PREDICTED = (*(f"{PREDICT}*.{kind}" for kind in ("csv", "jsonl", "conll")), "*predictions.json", "*null_odds.json")
 # What shows that a run wrote here.
 MARKS = ("recipe.yaml", "metrics.jsonl", CHECKPOINTS, *RESULTS)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".msgpack", ".h5", ".pt", ".pth", ".ckpt", ".onnx", ".gguf")

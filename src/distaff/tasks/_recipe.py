@@ -40,7 +40,10 @@ def load_tokenizer(flags: ModelFlags, token: str | None = None):
 
 
 def load_config(flags: ModelFlags, tokenizer, token: str | None = None):
-    """Return the config that the flags describe; one from a model type alone takes the tokenizer's vocabulary."""
+    """Return the config that the flags describe; one from a model type alone takes the tokenizer's vocabulary.
+
+    `tokenizer` is None for models without words.
+    """
     from transformers import CONFIG_MAPPING, AutoConfig
 
     name = flags.config_name or flags.model_name_or_path
@@ -55,7 +58,8 @@ def load_config(flags: ModelFlags, tokenizer, token: str | None = None):
     else:
         check_model_type(flags.model_type)
         config = CONFIG_MAPPING[flags.model_type]()
-        fit_config_to_tokenizer(config, tokenizer)
+        if tokenizer is not None:
+            fit_config_to_tokenizer(config, tokenizer)
     if flags.config_overrides:
         override(config, flags.config_overrides)
     return config
@@ -102,8 +106,9 @@ def load_model(
         "param_dtype": flags.param_dtype,
         "seed": seed,
         "gradient_checkpointing": flags.gradient_checkpointing,
-        "scan_layers": flags.scan_layers,
     }
+    if flags.scan_layers:
+        settings["scan_layers"] = True  # not every model has it
     if flags.model_name_or_path is None:
         return auto_class.from_config(config, **settings)
     return auto_class.from_pretrained(
