@@ -28,6 +28,11 @@ class Command:
     positional: tuple[str, ...] = ()
 
 
+def _predict(flags: str, help: str) -> Command:
+    """Return the command of a pipeline of texts."""
+    return Command("distaff.tasks.predict", "predict", flags, help, ("model_name_or_path", "texts"))
+
+
 COMMANDS: dict[tuple[str, ...], Command] = {
     ("quickstart",): Command(
         "distaff.quickstart", "run", "QuickstartFlags", "Train a small RoBERTa on text that comes with Python."
@@ -69,9 +74,14 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("eval", "image-classification"): Command(
         "distaff.tasks.image_classification", "evaluate_only", "ImageClassificationFlags", "Evaluate a model of images."
     ),
-    ("predict", "fill-mask"): Command(
-        "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
-    ),
+    ("predict", "fill-mask"): _predict("FillMaskFlags", "Fill mask tokens."),
+    ("predict", "token-classification"): _predict("TokenClassificationFlags", "What each piece of a text is."),
+    ("predict", "feature-extraction"): _predict("FeatureExtractionFlags", "Vectors of tokens."),
+    ("predict", "sentence-similarity"): _predict("SentenceSimilarityFlags", "How near texts are to the first."),
+    ("predict", "text-generation"): _predict("TextGenerationFlags", "Continue texts."),
+    ("predict", "text2text-generation"): _predict("Text2TextFlags", "Answer texts."),
+    ("predict", "summarization"): _predict("SummarizationFlags", "Summarise texts."),
+    ("predict", "translation"): _predict("TranslationFlags", "Translate texts."),
     ("predict", "question-answering"): Command(
         "distaff.tasks.predict_answers",
         "question_answering",
