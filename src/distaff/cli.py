@@ -219,7 +219,8 @@ def recipe_words(name: str, known: Collection[str], *, without: Container[str]) 
     for key, value in values.items():
         if f"--{key}" not in known:
             raise UsageError(_unknown(f"--{key}", known, (str(path),)))
-        if value is not None and key not in without:
+        # An empty list is what a flag of several words is without them.
+        if value is not None and value != [] and key not in without:
             found += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
     return found
 
