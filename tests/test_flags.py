@@ -268,9 +268,7 @@ OWN = {
         "label_column_name": Case("pos_tags", "train"),
         "task_name": Case("pos", "train"),
         "label_all_tokens": Case("", "train"),
-        "return_entity_level_metrics": Case(
-            "", "code", also="--load_best_model_at_end --metric_for_best_model X_f1"
-        ),
+        "return_entity_level_metrics": Case("", "code", also="--load_best_model_at_end --metric_for_best_model X_f1"),
         "ignore_mismatched_sizes": Case(
             "", "code", also="--model_name_or_path {checkpoint} --label_column_name pos_tags"
         ),
