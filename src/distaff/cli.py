@@ -28,6 +28,11 @@ class Command:
     positional: tuple[str, ...] = ()
 
 
+def _predict(flags: str, help: str) -> Command:
+    """Return the command of a pipeline of texts."""
+    return Command("distaff.tasks.predict", "predict", flags, help, ("model_name_or_path", "texts"))
+
+
 COMMANDS: dict[tuple[str, ...], Command] = {
     ("quickstart",): Command(
         "distaff.quickstart", "run", "QuickstartFlags", "Train a small RoBERTa on text that comes with Python."
@@ -61,9 +66,14 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("eval", "glue"): Command("distaff.tasks.glue", "evaluate_only", "GlueFlags", "Evaluate a classifier of texts."),
     ("train", "ner"): Command("distaff.tasks.ner", "train", "NerFlags", "Tags of words."),
     ("eval", "ner"): Command("distaff.tasks.ner", "evaluate_only", "NerFlags", "Evaluate a model of tags."),
-    ("predict", "fill-mask"): Command(
-        "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
-    ),
+    ("predict", "fill-mask"): _predict("FillMaskFlags", "Fill mask tokens."),
+    ("predict", "token-classification"): _predict("TokenClassificationFlags", "What each piece of a text is."),
+    ("predict", "feature-extraction"): _predict("FeatureExtractionFlags", "Vectors of tokens."),
+    ("predict", "sentence-similarity"): _predict("SentenceSimilarityFlags", "How near texts are to the first."),
+    ("predict", "text-generation"): _predict("TextGenerationFlags", "Continue texts."),
+    ("predict", "text2text-generation"): _predict("Text2TextFlags", "Answer texts."),
+    ("predict", "summarization"): _predict("SummarizationFlags", "Summarise texts."),
+    ("predict", "translation"): _predict("TranslationFlags", "Translate texts."),
     ("generate",): Command(
         "distaff.tasks.generate", "generate", "GenerateFlags", "Write text, shown as it comes.", ("model_name_or_path",)
     ),
@@ -209,7 +219,8 @@ def recipe_words(name: str, known: Collection[str], *, without: Container[str]) 
     for key, value in values.items():
         if f"--{key}" not in known:
             raise UsageError(_unknown(f"--{key}", known, (str(path),)))
-        if value is not None and key not in without:
+        # An empty list is what a flag of several words is without them.
+        if value is not None and value != [] and key not in without:
             found += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
     return found
 
