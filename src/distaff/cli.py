@@ -67,6 +67,8 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("train", "ner"): Command("distaff.tasks.ner", "train", "NerFlags", "Tags of words."),
     ("eval", "ner"): Command("distaff.tasks.ner", "evaluate_only", "NerFlags", "Evaluate a model of tags."),
     ("predict", "fill-mask"): _predict("FillMaskFlags", "Fill mask tokens."),
+    ("predict", "text-classification"): _predict("TextClassificationFlags", "Which class a text is of."),
+    ("predict", "zero-shot-classification"): _predict("ZeroShotClassificationFlags", "Which of any labels fits."),
     ("predict", "token-classification"): _predict("TokenClassificationFlags", "What each piece of a text is."),
     ("predict", "feature-extraction"): _predict("FeatureExtractionFlags", "Vectors of tokens."),
     ("predict", "sentence-similarity"): _predict("SentenceSimilarityFlags", "How near texts are to the first."),

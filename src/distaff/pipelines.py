@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distaff.classification_pipelines import TextClassificationPipeline, ZeroShotClassificationPipeline
 from distaff.core.errors import DataError, UsageError, listed
 from distaff.embedding_pipelines import FeatureExtractionPipeline, SentenceSimilarityPipeline
 from distaff.generation_pipelines import KINDS
@@ -183,6 +184,8 @@ def _check_top_k(top_k: int) -> None:
 
 PIPELINES: dict[str, Any] = {
     "fill-mask": FillMaskPipeline,
+    "text-classification": TextClassificationPipeline,
+    "zero-shot-classification": ZeroShotClassificationPipeline,
     "token-classification": TokenClassificationPipeline,
     "feature-extraction": FeatureExtractionPipeline,
     "sentence-similarity": SentenceSimilarityPipeline,

@@ -257,16 +257,22 @@ def _from_split(dataset: datasets.Dataset, columns: LabelledColumns, name: str) 
 # Ids.
 
 
+def has_types(tokenizer: Any, config: Any) -> bool:
+    """Tell whether the tokenizer says which text a token is of and a model with `config` reads it, as in PyTorch."""
+    return "token_type_ids" in tokenizer.model_input_names and getattr(config, "type_vocab_size", 1) > 1
+
+
 def tokenize_labelled(
     rows: datasets.Dataset,
     targets: np.ndarray,
     *,
     tokenizer: Any,
     max_length: int,
+    types: bool,
     num_proc: int | None = None,
     overwrite_cache: bool = False,
 ) -> datasets.Dataset:
-    """Return `input_ids`, `token_type_ids` where the tokenizer has types, and `target`, of `targets` `[rows]`.
+    """Return `input_ids`, with `types` `token_type_ids`, and `target`, of `targets` `[rows]`.
 
     Rows that are longer than `max_length` are cut as the tokenizer does it, the longer text first, and counted.
     """
@@ -275,12 +281,11 @@ def tokenize_labelled(
     if max_length < smallest:
         raise UsageError(f"--max_seq_length is {max_length}: this tokenizer needs {smallest} or more here.")
     ids = datasets.List(datasets.Value("int32"))
-    types = "token_type_ids" in tokenizer.model_input_names
     encoded = map_texts(
         rows,
         _encode,
         inputs=["text", *(["pair"] if pairs else [])],
-        arguments={"tokenizer": tokenizer, "max_length": max_length},
+        arguments={"tokenizer": tokenizer, "max_length": max_length, "types": types},
         features={"input_ids": ids, **({"token_type_ids": ids} if types else {}), "cut": datasets.Value("bool")},
         depends=(_FORMAT, tokenizer_identity(tokenizer), max_length, types),
         num_proc=num_proc,
@@ -291,13 +296,15 @@ def tokenize_labelled(
     return encoded.remove_columns("cut").add_column("target", pa.array(targets))
 
 
-def _encode(texts: list[str], pairs: list[str] | None = None, *, tokenizer: Any, max_length: int) -> pa.Table:
-    names = [name for name in ("input_ids", "token_type_ids") if name in ("input_ids", *tokenizer.model_input_names)]
-    found = tokenizer(texts, pairs, return_attention_mask=False, verbose=False)
+def _encode(
+    texts: list[str], pairs: list[str] | None = None, *, tokenizer: Any, max_length: int, types: bool
+) -> pa.Table:
+    names = ["input_ids", *(["token_type_ids"] if types else [])]
+    options = {"return_attention_mask": False, "return_token_type_ids": types}
+    found = tokenizer(texts, pairs, verbose=False, **options)
     cut = [len(row) > max_length for row in found["input_ids"]]
     if any(cut):
-        short = tokenizer(texts, pairs, return_attention_mask=False, truncation=True, max_length=max_length)
-        found = {name: short[name] for name in names}
+        found = tokenizer(texts, pairs, truncation=True, max_length=max_length, **options)
     columns = {name: pa.array(found[name], pa.list_(pa.int32())) for name in names}
     return pa.table({**columns, "cut": pa.array(cut)})
 
@@ -311,7 +318,7 @@ class LabelledCollate:
     def __call__(
         self, rows: Any, *, indices: np.ndarray, weights: np.ndarray, epoch: int, length: int | None
     ) -> dict[str, np.ndarray]:
-        """Return `input_ids`, `attention_mask` and, of tokenizers with types, `token_type_ids` `[batch, length]` int32.
+        """Return `input_ids`, `attention_mask` and, where the rows have them, `token_type_ids` `[batch, length]` int32.
 
         `targets` `[batch]` are int32 classes or float32 numbers, `weights` `[batch]` float32.
         """

@@ -32,7 +32,8 @@ def class_figures(logits: np.ndarray, targets: np.ndarray) -> dict[str, float]:
         "loss": float(loss.mean()),
         "accuracy": float(np.mean(found == targets)),
         "f1": float(f1_score(targets, found, average=average, zero_division=0)),
-        "matthews_correlation": float(matthews_corrcoef(targets, found)) if len(targets) > 1 else float("nan"),
+        # Of one class alone it is 0 by its definition; scikit-learn says so with a warning.
+        "matthews_correlation": float(matthews_corrcoef(targets, found)) if len({*targets, *found}) > 1 else 0.0,
     }
 
 

@@ -25,7 +25,14 @@ from distaff.core.errors import DataError, UsageError, listed
 from distaff.core.tree import Tree
 from distaff.data.batches import Batches
 from distaff.data.columns import row_lengths
-from distaff.data.labelled import Labelled, LabelledCollate, LabelledColumns, load_labelled, tokenize_labelled
+from distaff.data.labelled import (
+    Labelled,
+    LabelledCollate,
+    LabelledColumns,
+    has_types,
+    load_labelled,
+    tokenize_labelled,
+)
 from distaff.data.text import check_ids, split_validation
 from distaff.models.auto import FlaxAutoModelForSequenceClassification
 from distaff.tasks import _finetune as finetune
@@ -176,6 +183,7 @@ class Side:
             targets,
             tokenizer=self.tokenizer,
             max_length=self.length,
+            types=has_types(self.tokenizer, self.model.config),
             num_proc=flags.preprocessing_num_workers,
             overwrite_cache=flags.overwrite_cache,
         )
@@ -314,6 +322,11 @@ def prepare(flags: GlueFlags, sizes: tuple[int, int]) -> Finetuning:
         token=flags.hub_token,
         ignore_mismatched_sizes=flags.ignore_mismatched_sizes,
     )
+    if config.is_encoder_decoder and tokenizer("a")["input_ids"][-1] != config.eos_token_id:
+        raise UsageError(
+            f"The model reads a text at its end of sentence, token {config.eos_token_id}, and the tokenizer does not "
+            "put it there: take the model's tokenizer, or set eos_token_id by --config_overrides."
+        )
     longest = recipes.LONGEST_BY_DEFAULT if model.longest_input is None else model.longest_input
     side = Side(model, tokenizer, labels, recipes.row_length(flags, tokenizer, longest))
 
