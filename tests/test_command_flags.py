@@ -13,6 +13,8 @@ from recipe_cases import sentences
 
 TEXT_TASKS = (
     "fill-mask",
+    "text-classification",
+    "zero-shot-classification",
     "token-classification",
     "feature-extraction",
     "sentence-similarity",
@@ -231,6 +233,8 @@ def test_predict_question_answering(monkeypatch, capsys, tmp_path):
 ENTITY = {"entity": "X", "score": 0.5, "word": "a", "start": 0, "end": 1}
 ANSWERS = {
     "fill-mask": lambda text: [{"token_str": text, "score": 0.5}],
+    "text-classification": lambda text: {"label": text, "score": 0.5},
+    "zero-shot-classification": lambda text: {"sequence": text, "labels": ["a"], "scores": [0.5]},
     "token-classification": lambda text: [ENTITY],
     "feature-extraction": lambda text: [[[0.5], [0.25]]],
 }
@@ -246,6 +250,18 @@ WRITING = {**BATCHES, "max_new_tokens": ("3", ""), "num_beams": ("2", ""), "trun
 PREFIXED = {**WRITING, "prefix": ("say: ", "")}
 PREDICT_FLAGS = {
     "fill-mask": {**PREDICTING, "top_k": ("2", "")},
+    "text-classification": {
+        **BATCHES,
+        "top_k": ("2", ""),
+        "function_to_apply": ("none", ""),
+        "truncation": ("", ""),
+    },
+    "zero-shot-classification": {
+        **{name: (words, f"--candidate_labels a,b {also}") for name, (words, also) in BATCHES.items()},
+        "candidate_labels": ("c,d", "--candidate_labels a,b"),
+        "hypothesis_template": ("{}", "--candidate_labels a,b"),
+        "multi_label": ("", "--candidate_labels a,b"),
+    },
     "token-classification": {**BATCHES, "aggregation_strategy": ("max", "")},
     "feature-extraction": {**BATCHES, "truncation": ("", ""), "json": ("False", "")},
     "sentence-similarity": {

@@ -15,7 +15,8 @@ import distaff
 from battery.family import assert_trees_equal
 from distaff.core.mesh import make_mesh
 from distaff.core.tree import flatten
-from distaff.data.labelled import LabelledColumns, load_labelled
+from distaff.data.labelled import LabelledColumns, has_types, load_labelled, tokenize_labelled
+from distaff.hub import open_tokenizer
 from distaff.tasks import _finetune as finetune
 from distaff.tasks import glue
 from distaff.tasks._class_scores import class_figures, number_figures
@@ -312,6 +313,22 @@ def test_other_families(corpus, tmp_path, kind):
 
 
 # Data.
+
+
+@pytest.mark.parametrize("names", [["input_ids", "attention_mask"], ["input_ids", "token_type_ids", "attention_mask"]])
+def test_pairs_have_types_where_the_tokenizer_has_them(corpus, tmp_path, names):
+    """As PyTorch's pipelines call it later. What is over the limit is cut from the longer text."""
+    shown = [{"sentence1": "the cat sat on a mat", "sentence2": "two dogs", "label": 1}]
+    read = load_labelled(LabelledColumns(), files=str(write(tmp_path / "a.jsonl", shown)))
+    tokenizer = open_tokenizer(corpus / "tokenizer")
+    tokenizer.model_input_names = names
+    types = has_types(tokenizer, AutoConfig.for_model("bert"))
+    assert types == (len(names) == 3)
+    assert not has_types(tokenizer, AutoConfig.for_model("roberta", type_vocab_size=1))
+    found = tokenize_labelled(read.rows, np.zeros(1, np.int32), tokenizer=tokenizer, max_length=9, types=types)
+    expected = tokenizer("the cat sat on", "two dogs", return_token_type_ids=True)
+    assert found[0]["input_ids"] == expected["input_ids"]
+    assert found[0].get("token_type_ids") == (expected["token_type_ids"] if types else None)
 
 
 def test_labels_by_how_they_are_written(tmp_path):

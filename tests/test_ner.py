@@ -284,6 +284,26 @@ def test_bad_sentences_end_before_anything_is_written(corpus, trained, tmp_path,
     assert not list(out.iterdir())
 
 
+def test_the_recipe_that_a_run_wrote_is_one(corpus, trained, tmp_path, capsys):
+    """What `recipe.yaml` holds trains the same again, and evaluates."""
+    recipe = str(trained / "recipe.yaml")
+    assert main(["train", "ner", recipe, "--output_dir", str(tmp_path), "--do_predict", "False"]) == 0
+    assert results(tmp_path) == results(trained)
+    assert main(["eval", "ner", recipe, "--model_name_or_path", str(tmp_path), "--output_dir", str(tmp_path)]) == 0
+    assert predictions(tmp_path) == predictions(trained)
+
+
+def test_a_tokenizer_without_words_is_refused(corpus, trained, tmp_path, capsys):
+    """T76: one that cannot tell of which word a piece is."""
+    from transformers import Wav2Vec2CTCTokenizer
+
+    letters = ["<pad>", "<unk>", "|", "<s>", "</s>", *"abcd"]
+    (tmp_path / "vocab.json").write_text(json.dumps({letter: number for number, letter in enumerate(letters)}))
+    Wav2Vec2CTCTokenizer(str(tmp_path / "vocab.json")).save_pretrained(tmp_path / "slow")
+    assert run("eval", corpus, "--model_name_or_path", trained, "--tokenizer_name", tmp_path / "slow") == 2
+    assert "Wav2Vec2CTCTokenizer does not tell which word" in one_line(capsys)
+
+
 def test_flags_that_cannot_be(corpus, trained, capsys):
     assert run("eval", corpus) == 2
     assert "nothing to evaluate" in one_line(capsys)

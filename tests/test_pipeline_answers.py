@@ -141,6 +141,22 @@ def test_settings_of_token_classification(opened, folders):
     assert_same(again("Anna"), tag("Anna", aggregation_strategy="first"))
 
 
+def test_a_tokenizer_without_places_answers_for_pieces_alone(opened, tmp_path):
+    from transformers import Wav2Vec2CTCTokenizer
+
+    letters = ["<pad>", "<unk>", "|", "<s>", "</s>", *"abcd"]
+    (tmp_path / "vocab.json").write_text(json.dumps({letter: number for number, letter in enumerate(letters)}))
+    slow = Wav2Vec2CTCTokenizer(str(tmp_path / "vocab.json"))
+    tag = pipeline("ner", opened("ner", "bert-tags").model, tokenizer=slow, ignore_labels=[])
+    found = tag("ab d")
+    assert [(each["word"], each["index"], each["start"], each["end"]) for each in found] == [
+        ("a", 0, None, None), ("b", 1, None, None), ("|", 2, None, None), ("d", 3, None, None),
+    ]  # fmt: skip
+    for options in ({"aggregation_strategy": "first"}, {"is_split_into_words": True}):
+        with pytest.raises(UsageError, match="Wav2Vec2CTCTokenizer does not tell which word"):
+            tag(["ab"], **options)
+
+
 def test_features_that_do_not_fit(opened):
     features = opened("feature-extraction", "bert")
     with pytest.raises(DataError, match="longer than the 48 of the model: shorten it, or pass truncation=True"):

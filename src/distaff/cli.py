@@ -75,6 +75,8 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         "distaff.tasks.image_classification", "evaluate_only", "ImageClassificationFlags", "Evaluate a model of images."
     ),
     ("predict", "fill-mask"): _predict("FillMaskFlags", "Fill mask tokens."),
+    ("predict", "text-classification"): _predict("TextClassificationFlags", "Which class a text is of."),
+    ("predict", "zero-shot-classification"): _predict("ZeroShotClassificationFlags", "Which of any labels fits."),
     ("predict", "token-classification"): _predict("TokenClassificationFlags", "What each piece of a text is."),
     ("predict", "feature-extraction"): _predict("FeatureExtractionFlags", "Vectors of tokens."),
     ("predict", "sentence-similarity"): _predict("SentenceSimilarityFlags", "How near texts are to the first."),
@@ -242,7 +244,8 @@ def recipe_words(name: str, known: Collection[str], *, without: Container[str]) 
     for key, value in values.items():
         if f"--{key}" not in known:
             raise UsageError(_unknown(f"--{key}", known, (str(path),)))
-        if value is not None and key not in without:
+        # An empty list is what a flag of several words is without them.
+        if value is not None and value != [] and key not in without:
             found += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
     return found
 

@@ -79,10 +79,11 @@ class TextPipeline:
         """Tokens of a row at most, special ones among them; None where there is no limit."""
         return getattr(self.model, "longest_input", None)
 
-    def outputs(self, rows: Sequence[Row], name: str) -> list[np.ndarray]:
+    def outputs(self, rows: Sequence[Row], name: str, *, of_tokens: bool = True) -> list[np.ndarray]:
         """Return for each row of ids what the model's output `name` has at its tokens, `[tokens, ...]` float32.
 
-        Rows of similar lengths are computed together; the answer is in the order of `rows`.
+        Without `of_tokens` it is what the model says of the row as a whole. Rows of similar lengths are computed
+        together; the answer is in the order of `rows`.
         """
         found: list[Any] = [None] * len(rows)
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]["input_ids"]))
@@ -91,7 +92,7 @@ class TextPipeline:
             arrays = self.padded([rows[index] for index in chosen])
             values = np.asarray(self.model(**arrays)[name], np.float32)
             for index, row in zip(chosen, values):
-                found[index] = row[: len(rows[index]["input_ids"])]
+                found[index] = row[: len(rows[index]["input_ids"])] if of_tokens else row
         return found
 
     def padded(self, rows: Sequence[Row]) -> dict[str, np.ndarray]:

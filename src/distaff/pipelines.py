@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distaff.classification_pipelines import TextClassificationPipeline, ZeroShotClassificationPipeline
 from distaff.core.errors import DataError, UsageError, listed
 from distaff.embedding_pipelines import FeatureExtractionPipeline, SentenceSimilarityPipeline
 from distaff.generation_pipelines import KINDS
@@ -192,6 +193,8 @@ def _image_classification(model: Any, **settings: Any) -> Any:
 PIPELINES: dict[str, Any] = {
     "fill-mask": FillMaskPipeline,
     "question-answering": QuestionAnsweringPipeline,
+    "text-classification": TextClassificationPipeline,
+    "zero-shot-classification": ZeroShotClassificationPipeline,
     "token-classification": TokenClassificationPipeline,
     "feature-extraction": FeatureExtractionPipeline,
     "sentence-similarity": SentenceSimilarityPipeline,

@@ -54,8 +54,9 @@ def main() -> None:
             cases.write(name, keys, Path(folder))
             for case, (task, of, inputs, settings) in cases.CASES.items():
                 if of == name:
-                    call = transformers.pipeline(task, model=folder, **({} if "split" in case else settings))
-                    options = settings if "split" in case else {}
+                    in_call = "split" in case or task == "text-classification"
+                    call = transformers.pipeline(task, model=folder, **({} if in_call else settings))
+                    options = settings if in_call else {}
                     stored["answers"][case] = rounded([call(each, **options) for each in inputs])
             if name == "bert":
                 tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

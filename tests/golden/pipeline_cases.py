@@ -45,6 +45,8 @@ GPT2 = {
     "bos_token_id": 2,
     "eos_token_id": 2,
 }
+NLI = ["contradiction", "neutral", "entailment"]
+JUDGED = {"id2label": dict(enumerate(NLI)), "label2id": {name: number for number, name in enumerate(NLI)}}
 # Name -> (model type, PyTorch's class, fields of its config).
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert-tags": ("bert", "BertForTokenClassification", BERT | TAGGED),
@@ -53,6 +55,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "roberta": ("roberta", "RobertaModel", ROBERTA),
     "bert-mask": ("bert", "BertForMaskedLM", BERT),
     "gpt2": ("gpt2", "GPT2LMHeadModel", GPT2),
+    "bert-nli": ("bert", "BertForSequenceClassification", BERT | JUDGED),
+    "roberta-nli": ("roberta", "RobertaForSequenceClassification", ROBERTA | JUDGED),
+    "bert-number": ("bert", "BertForSequenceClassification", BERT | {"num_labels": 1, "problem_type": "regression"}),
+    "bert-shares": ("bert", "BertForSequenceClassification", BERT | {"num_labels": 1}),
 }
 TEXTS = [
     "Anna is in Basel.",
@@ -61,6 +67,7 @@ TEXTS = [
     "Ernst Test, Tessa!  e\tb",
     "bcd ctr basel bada Basel is ünst.",
 ]
+PAIRS = [{"text": "Anna is in Basel.", "text_pair": "bada"}, {"text": "a b c", "text_pair": "Zürich test"}]
 SPLIT = [["Anna", "is", "in", "Basel", "."], ["Zürich", "-", "Bern"]]
 STRATEGIES = ("none", "simple", "first", "average", "max")
 # Name -> (task, model, inputs, settings).
@@ -87,6 +94,22 @@ CASES: dict[str, tuple[str, str, list[Any], dict[str, Any]]] = {
     },
     **{f"features-{model}": ("feature-extraction", model, ["Anna is", "a"], {}) for model in ("bert", "roberta")},
     "mask": ("fill-mask", "bert-mask", ["anna is in [MASK].", "[MASK] cats"], {"top_k": 4}),
+    **{
+        f"classes-{model}": ("text-classification", model, TEXTS, {"top_k": None})
+        for model in ("bert-nli", "roberta-nli")
+    },
+    **{f"pairs-{model}": ("text-classification", model, PAIRS, {"top_k": 2}) for model in ("bert-nli", "roberta-nli")},
+    "number": ("text-classification", "bert-number", TEXTS, {"top_k": 1}),
+    "share": ("text-classification", "bert-shares", TEXTS, {"top_k": 1}),
+    "logits": ("text-classification", "bert-nli", TEXTS, {"top_k": None, "function_to_apply": "none"}),
+    "labels": ("zero-shot-classification", "bert-nli", TEXTS, {"candidate_labels": "cats, Basel, rest"}),
+    "labels-one": ("zero-shot-classification", "bert-nli", TEXTS, {"candidate_labels": ["cats"]}),
+    "labels-each": (
+        "zero-shot-classification",
+        "roberta-nli",
+        ["Anna", "a"],
+        {"candidate_labels": ["cats", "Basel"], "multi_label": True, "hypothesis_template": "{} or"},
+    ),
     "text": (
         "text-generation",
         "gpt2",

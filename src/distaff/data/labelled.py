@@ -257,6 +257,11 @@ def _from_split(dataset: datasets.Dataset, columns: LabelledColumns, name: str) 
 # Ids.
 
 
+def has_types(tokenizer: Any, config: Any) -> bool:
+    """Tell whether the tokenizer says which text a token is of and a model with `config` reads it, as in PyTorch."""
+    return "token_type_ids" in tokenizer.model_input_names and getattr(config, "type_vocab_size", 1) > 1
+
+
 def tokenize_labelled(
     rows: datasets.Dataset,
     targets: np.ndarray,

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from distaff.core.errors import DataError, UsageError
-from distaff.data.columns import pad_rows
+from distaff.data.columns import flat_values, pad_rows
 from distaff.data.encode import tokenizer_identity
 from distaff.data.pieces import softmax, special_tokens, windows
 from distaff.data.text import map_texts
@@ -76,6 +76,9 @@ def tokenize_sentences(
         len(rows) - len(dataset),
         max_length,
     )
+    words = sum(len(sentence) for sentence in dataset["words"])
+    if vanished := words - int(np.sum(flat_values(rows.data.column("words")) >= 0)):
+        logger.warning("%d of %d words have no piece in this tokenizer: they are tagged O.", vanished, words)
     return rows
 
 
@@ -169,25 +172,21 @@ def tags_of_words(
         rows: what `tokenize_sentences` made of `dataset`.
         logits: for each of the rows [pieces or more, labels].
 
-    A word without pieces is outside (O) with a score of 0; how many there are is logged.
+    A word without pieces is outside (O) with a score of 0.
     """
     counts = [len(words) for words in dataset["words"]]
     tags = [[OUTSIDE] * count for count in counts]
     scores = [[0.0] * count for count in counts]
     sentence = -1
-    seen = 0
     for words, first, values in zip(rows["words"], rows["first"], logits, strict=True):
         sentence += first
         numbers = np.asarray(words)
         places = np.flatnonzero(numbers >= 0)
         probabilities = softmax(np.asarray(values)[places])
         best = probabilities.argmax(-1)
-        seen += len(places)
         for place, label, row in zip(numbers[places].tolist(), best.tolist(), probabilities):
             tags[sentence][place] = labels[label]
             scores[sentence][place] = float(row[label])
     if sentence + 1 != len(counts):
         raise DataError(f"{len(counts)} sentences and rows of {sentence + 1}: the rows are of other sentences.")
-    if vanished := sum(counts) - seen:
-        logger.warning("%d of %d words have no piece in this tokenizer and are tagged O.", vanished, sum(counts))
     return [WordTags(*each) for each in zip(tags, scores)]

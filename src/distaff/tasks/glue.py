@@ -25,7 +25,14 @@ from distaff.core.errors import DataError, UsageError, listed
 from distaff.core.tree import Tree
 from distaff.data.batches import Batches
 from distaff.data.columns import row_lengths
-from distaff.data.labelled import Labelled, LabelledCollate, LabelledColumns, load_labelled, tokenize_labelled
+from distaff.data.labelled import (
+    Labelled,
+    LabelledCollate,
+    LabelledColumns,
+    has_types,
+    load_labelled,
+    tokenize_labelled,
+)
 from distaff.data.text import check_ids, split_validation
 from distaff.models.auto import FlaxAutoModelForSequenceClassification
 from distaff.tasks import _finetune as finetune
@@ -176,7 +183,7 @@ class Side:
             targets,
             tokenizer=self.tokenizer,
             max_length=self.length,
-            types=getattr(self.model.config, "type_vocab_size", 1) > 1,
+            types=has_types(self.tokenizer, self.model.config),
             num_proc=flags.preprocessing_num_workers,
             overwrite_cache=flags.overwrite_cache,
         )

@@ -110,6 +110,47 @@ class BatchFlags(PredictFlags):
 
 
 @dataclass(kw_only=True)
+class TextClassificationFlags(BatchFlags):
+    """Flags of `distaff predict text-classification`."""
+
+    top_k: int | None = flag(None, "So many classes, best first, instead of the best alone.")
+    function_to_apply: str | None = flag(None, "softmax, sigmoid or none, by default as the config says.")
+    truncation: bool = flag(False, "Cut texts that are longer than the model.")
+
+    task, answer = "text-classification", "classes"
+    options: ClassVar[tuple[str, ...]] = (*BatchFlags.options, "top_k", "function_to_apply", "truncation")
+
+    def readable(self, text: str, answer: Any) -> Iterator[str]:
+        """Yield the text, and its classes."""
+        yield text
+        for each in answer if isinstance(answer, list) else [answer]:
+            yield f"  {each['label']}  {each['score']:.3f}"
+
+
+@dataclass(kw_only=True)
+class ZeroShotClassificationFlags(BatchFlags):
+    """Flags of `distaff predict zero-shot-classification`."""
+
+    candidate_labels: str = flag("", "Labels of which one fits, with commas between them.", required=True)
+    hypothesis_template: str | None = flag(None, "Sentence that is judged, with {} for a label.")
+    multi_label: bool = flag(False, "Judge each label by itself.")
+
+    task, answer = "zero-shot-classification", "classes"
+    options: ClassVar[tuple[str, ...]] = (
+        *BatchFlags.options,
+        "candidate_labels",
+        "hypothesis_template",
+        "multi_label",
+    )
+
+    def readable(self, text: str, answer: Any) -> Iterator[str]:
+        """Yield the text, and the labels with their scores."""
+        yield text
+        for label, score in zip(answer["labels"], answer["scores"]):
+            yield f"  {label}  {score:.3f}"
+
+
+@dataclass(kw_only=True)
 class TokenClassificationFlags(BatchFlags):
     """Flags of `distaff predict token-classification`."""
 
