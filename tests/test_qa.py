@@ -228,6 +228,7 @@ def test_the_pipeline_answers_as_the_recipe_does(trained, corpus):
 
 
 def test_a_stopped_run_ends_as_a_whole_one(trained, corpus, tmp_path):
+    """Case T83: four steps, and four more."""
     as_if_killed(trained, tmp_path / "parts", step=4)
     words = ("--save_steps", 4, "--eval_steps", 4, "--resume_from_checkpoint")
     assert train(corpus, tmp_path / "parts", *words) == 0

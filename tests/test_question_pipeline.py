@@ -46,7 +46,7 @@ def test_a_question_may_be_given_in_several_ways(asked):
     answer = ask(question=one["question"], context=one["context"])
     assert answer["answer"] == one["context"][answer["start"] : answer["end"]]
     assert ask(one) == ask(one["question"], one["context"]) == answer
-    assert ask([one]) == ask(iter([one])) == ask(question=[one["question"]], context=[one["context"]]) == [answer]
+    assert ask([one]) == list(ask(iter([one]))) == ask(question=[one["question"]], context=[one["context"]]) == [answer]
     other = ask(question=two["question"], context=one["context"])
     for found, wanted in zip(ask(question=[one["question"], two["question"]], context=one["context"]), (answer, other)):
         assert found == pytest.approx(wanted, abs=1e-6)
@@ -110,7 +110,7 @@ def test_no_answer_begins_with_a_space(asked):
     ("inputs", "named", "sentence"),
     [
         ((), {"question": "who", "context": ""}, "the context is ''"),
-        ((), {"question": "who"}, "The input has no context"),
+        ((), {"question": "who"}, "Input 0 has no context"),
         (
             ([{"question": "who", "context": "Ada"}, {"question": None, "context": "Ada"}],),
             {},
@@ -166,6 +166,13 @@ def test_a_file_of_questions_gives_a_line_each_in_order(asked, folders, capsys, 
     assert [line["id"] for line in lines] == [f"q{number}" for number in range(5)]
     for line, answer in zip(lines, wanted, strict=True):
         assert line["answers"][0] == pytest.approx(answer, abs=1e-6)
+
+
+def test_a_file_is_read_as_it_is_asked_for(asked, tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in golden.EXAMPLES))
+    for found, wanted in zip(asked["bert"](path), asked["bert"](golden.EXAMPLES), strict=True):
+        assert found == pytest.approx(wanted, abs=1e-6)
 
 
 @pytest.mark.parametrize(

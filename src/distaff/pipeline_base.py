@@ -85,14 +85,22 @@ class TextPipeline:
         Without `of_tokens` it is what the model says of the row as a whole. Rows of similar lengths are computed
         together; the answer is in the order of `rows`.
         """
+        return [values for (values,) in self.several_outputs(rows, (name,), of_tokens=of_tokens)]
+
+    def several_outputs(
+        self, rows: Sequence[Row], names: Sequence[str], *, of_tokens: bool = True
+    ) -> list[tuple[np.ndarray, ...]]:
+        """Return for each row what `outputs` does, of each of the outputs `names`."""
         found: list[Any] = [None] * len(rows)
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]["input_ids"]))
         for start in range(0, len(order), self.batch_size):
             chosen = order[start : start + self.batch_size]
             arrays = self.padded([rows[index] for index in chosen])
-            values = np.asarray(self.model(**arrays)[name], np.float32)
-            for index, row in zip(chosen, values):
-                found[index] = row[: len(rows[index]["input_ids"])] if of_tokens else row
+            said = self.model(**arrays)
+            values = [np.asarray(said[name], np.float32) for name in names]
+            for place, index in enumerate(chosen):
+                length = len(rows[index]["input_ids"])
+                found[index] = tuple(each[place][:length] if of_tokens else each[place] for each in values)
         return found
 
     def padded(self, rows: Sequence[Row]) -> dict[str, np.ndarray]:

@@ -1,19 +1,19 @@
 """question-answering as a call: `pipeline("question-answering", "folder")(question="Who?", context="...")`."""
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distaff.core.errors import DataError, UsageError, listed
+from distaff.core.errors import DataError, UsageError
+from distaff.data.files import expand_files
+from distaff.data.questions import Question, read_questions
 from distaff.data.windows import Window, check_windows, cut_windows
-from distaff.hub import open_tokenizer, resolve
 from distaff.models.auto import FlaxAutoModelForQuestionAnswering
+from distaff.pipeline_base import TextPipeline, answers
 
-# Rows are padded to a multiple of this, so that texts of many lengths are few programs.
-_LENGTH_MULTIPLE = 32
 # What Transformers takes where the tokenizer allows it.
 _SEQUENCE, _STRIDE = 384, 128
 # What the softmax sees where no answer can be, as in Transformers.
@@ -25,8 +25,8 @@ class QuestionOptions:
     """What a call may say, by the names of Transformers.
 
     top_k: answers to a question. max_answer_len: of an answer, max_question_len: of a question, max_seq_len: of a row,
-    all in tokens; doc_stride: tokens that two windows share. handle_impossible_answer: there may be no answer, which is
-    the empty one. align_to_words: answers are whole words.
+    all in tokens, and a row never longer than the model allows. doc_stride: tokens that two windows share.
+    handle_impossible_answer: there may be no answer, which is the empty one. align_to_words: answers are whole words.
     """
 
     top_k: int = 1
@@ -44,33 +44,16 @@ class QuestionOptions:
                 raise UsageError(f"{name} is {value}: it must be at least 1.")
 
 
-class QuestionAnsweringPipeline:
-    """Finds the part of a context that answers a question.
-
-    `model` is a folder, a Hub id, or a model object with its `tokenizer`; further settings are defaults of calls.
-    """
+class QuestionAnsweringPipeline(TextPipeline):
+    """Finds the part of a context that answers a question. Settings that calls take too are their defaults."""
 
     task = "question-answering"
+    auto_class = FlaxAutoModelForQuestionAnswering
+    options = asdict(QuestionOptions())
 
-    def __init__(self, model: Any, *, tokenizer: Any = None, batch_size: int = 8, dtype: Any = None, **settings: Any):
-        where = {name: settings.pop(name) for name in ("revision", "token") if name in settings}
-        self.options = _with(QuestionOptions(), settings)
-        if isinstance(model, str) or not hasattr(model, "module"):
-            folder = resolve(str(model), **where)
-            tokenizer = tokenizer or open_tokenizer(folder)
-            model = FlaxAutoModelForQuestionAnswering.from_pretrained(
-                folder, **({} if dtype is None else {"dtype": dtype})
-            )
-        if tokenizer is None:
-            raise UsageError("A model object needs its tokenizer: pass tokenizer=...")
-        if batch_size < 1:
-            raise UsageError(f"batch_size is {batch_size} and must be at least 1.")
-        if len(tokenizer) > model.config.vocab_size:
-            raise UsageError(
-                f"The tokenizer has {len(tokenizer)} tokens and the model a vocab_size of {model.config.vocab_size}: "
-                "they do not belong together."
-            )
-        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+    def __init__(self, model: Any, **settings: Any):
+        super().__init__(model, **settings)
+        QuestionOptions(**self.settings)  # what cannot be is refused before the first call
 
     def __call__(
         self,
@@ -83,26 +66,24 @@ class QuestionAnsweringPipeline:
 
         `start` and `end` are characters of the context. A question and its context are given as `question=` and
         `context=`, as two texts, or as `{"question": ..., "context": ...}`. Several, as lists of texts or of such
-        objects, give a list; one text beside a list is meant for all. Further `options`: see `QuestionOptions`.
+        objects, give a list; one text beside a list is meant for all. An iterator of objects, or the `Path` of a file
+        of questions, gives an iterator. Further `options`: see `QuestionOptions`.
 
         Raises `DataError` for a question or a context that is missing or empty.
         """
-        chosen = _with(self.options, options)
-        examples, several = _examples(inputs, question, context)
-        answers = self._answer(examples, chosen)
-        found = answers if chosen.top_k > 1 else [each[0] for each in answers]
-        return found if several else found[0]
+        chosen = QuestionOptions(**{**self.settings, **self.checked(options)})
+        records = _records(inputs, question, context)
+        return answers(records, lambda several: self._answer(several, chosen), one=Mapping, held=self.batch_size)
 
-    def _answer(self, examples: list[tuple[str, str]], options: QuestionOptions) -> list[list[dict[str, Any]]]:
-        longest = getattr(self.model, "longest_input", None) or _SEQUENCE
-        most = min(self.tokenizer.model_max_length, longest)
+    def _answer(self, records: list[Any], options: QuestionOptions) -> list[Any]:
+        examples = [_pair(record, f"Input {number}") for number, record in enumerate(records)]
+        most = min(self.tokenizer.model_max_length, self.longest_input or _SEQUENCE)
         length = min(most, options.max_seq_len or _SEQUENCE)
         stride = min(length // 2, _STRIDE) if options.doc_stride is None else options.doc_stride
         check_windows(self.tokenizer, max_length=length, stride=stride)
         windows, _ = cut_windows(
             self.tokenizer,
-            [question for question, _ in examples],
-            [context for _, context in examples],
+            *zip(*examples),
             max_length=length,
             stride=stride,
             max_question_length=options.max_question_len,
@@ -111,36 +92,16 @@ class QuestionAnsweringPipeline:
             if not window.context.any():
                 raise DataError(f"Input {window.row} has a context without tokens ({examples[window.row][1][:40]!r}).")
         found: list[list[tuple[Window, np.ndarray, np.ndarray]]] = [[] for _ in examples]
-        for window, (start, end) in zip(windows, self._logits(windows, longest)):
+        logits = self.several_outputs([self._row(window) for window in windows], ("start_logits", "end_logits"))
+        for window, (start, end) in zip(windows, logits):
             found[window.row].append((window, start, end))
-        return [_best(context, scored, options) for (_, context), scored in zip(examples, found)]
+        best = [_best(context, scored, options) for (_, context), scored in zip(examples, found)]
+        return best if options.top_k > 1 else [each[0] for each in best]
 
-    def _logits(self, windows: list[Window], longest: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return logits of start and end for each window, `[length]` each; windows of like length go together."""
-        results: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        order = sorted(range(len(windows)), key=lambda place: len(windows[place].encoding))
-        for first in range(0, len(order), self.batch_size):
-            places = order[first : first + self.batch_size]
-            outputs = self.model(**self._batch([windows[place] for place in places], longest))
-            starts, ends = (np.asarray(logits, np.float32) for logits in (outputs.start_logits, outputs.end_logits))
-            for row, place in enumerate(places):
-                length = len(windows[place].encoding)
-                results[place] = starts[row, :length], ends[row, :length]
-        return [results[place] for place in range(len(windows))]
-
-    def _batch(self, windows: list[Window], longest: int) -> dict[str, np.ndarray]:
-        """Return ids, mask and types `[rows, length]`; rows are a power of two, filled up with copies of the first."""
-        width = max(len(window.encoding) for window in windows)
-        width = min(-(-width // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, max(longest, width))
-        rows = 1 << (len(windows) - 1).bit_length()
-        pad = self.tokenizer.pad_token_id or 0
-        ids, mask, types = (np.full((rows, width), fill, np.int32) for fill in (pad, 0, 0))
-        for row in range(rows):
-            encoding = windows[row if row < len(windows) else 0].encoding
-            ids[row, : len(encoding)], mask[row, : len(encoding)] = encoding.ids, 1
-            types[row, : len(encoding)] = encoding.type_ids
-        batch = {"input_ids": ids, "attention_mask": mask}
-        return batch | ({"token_type_ids": types} if takes_token_types(self.model, self.tokenizer) else {})
+    def _row(self, window: Window) -> dict[str, list[int]]:
+        types = takes_token_types(self.model, self.tokenizer)
+        row = {"input_ids": window.encoding.ids}
+        return row | ({"token_type_ids": window.encoding.type_ids} if types else {})
 
 
 def takes_token_types(model: Any, tokenizer: Any) -> bool:
@@ -148,42 +109,34 @@ def takes_token_types(model: Any, tokenizer: Any) -> bool:
     return "token_type_ids" in tokenizer.model_input_names and getattr(model.config, "type_vocab_size", 0) > 1
 
 
-def _with(options: QuestionOptions, changes: dict[str, Any]) -> QuestionOptions:
-    known = [each.name for each in fields(QuestionOptions)]
-    for name in changes:
-        if name not in known:
-            near = difflib.get_close_matches(name.replace("topk", "top_k"), known, 1)
-            hint = f"did you mean '{near[0]}'?" if near else f"there are {listed(known)}."
-            raise UsageError(f"The question-answering pipeline has no setting '{name}': {hint}")
-    return replace(options, **changes)
-
-
 # Inputs.
 
 
-def _examples(inputs: tuple[Any, ...], question: Any, context: Any) -> tuple[list[tuple[str, str]], bool]:
-    """Return pairs of question and context, and whether several were asked for."""
+def _records(inputs: tuple[Any, ...], question: Any, context: Any) -> Any:
+    """Return what was asked as an object, a list of objects, or an iterator of objects."""
     if inputs and (question is not None or context is not None):
         raise UsageError("Questions and contexts are given twice: pass them as question= and context= alone.")
     if len(inputs) == 2 and all(isinstance(each, str) for each in inputs):
         question, context = inputs
-    elif len(inputs) == 1 and isinstance(inputs[0], Mapping):
-        return [_pair(inputs[0], "The input")], False
+    elif len(inputs) == 1 and isinstance(inputs[0], Path):
+        return ({"question": each.question, "context": each.context} for each in _of_file(inputs[0]))
     elif len(inputs) == 1 and isinstance(inputs[0], Iterable) and not isinstance(inputs[0], str):
-        return [_pair(each, f"Input {number}") for number, each in enumerate(inputs[0])], True
+        return inputs[0]
     elif inputs:
         raise UsageError("Give question= and context=, or objects with 'question' and 'context'.")
-    several = isinstance(question, list | tuple) or isinstance(context, list | tuple)
-    if not several:
-        return [_pair({"question": question, "context": context}, "The input")], False
-    counts = {len(each) for each in (question, context) if isinstance(each, list | tuple)}
-    if len(counts) > 1:
+    lists = [each for each in (question, context) if isinstance(each, list | tuple)]
+    if not lists:
+        return {"question": question, "context": context}
+    if len(lists[0]) != len(lists[-1]):
         raise UsageError(f"{len(question)} questions and {len(context)} contexts: give each question its context.")
-    count = counts.pop()
+    count = len(lists[0])
     columns = [each if isinstance(each, list | tuple) else [each] * count for each in (question, context)]
-    return [
-        _pair({"question": one, "context": two}, f"Input {number}") for number, (one, two) in enumerate(zip(*columns))
-    ], True
+    return [{"question": one, "context": two} for one, two in zip(*columns)]
+
+
+def _of_file(path: Path) -> Iterator[Question]:
+    (file,) = expand_files([str(path)])
+    return read_questions(file, need_answers=False)
 
 
 def _pair(record: Any, place: str) -> tuple[str, str]:
@@ -204,7 +157,7 @@ def _best(
     context: str, scored: list[tuple[Window, np.ndarray, np.ndarray]], options: QuestionOptions
 ) -> list[dict[str, Any]]:
     """Return the best answers from windows with their logits; what several spans and windows say adds up."""
-    answers: dict[str, dict[str, Any]] = {}
+    merged: dict[str, dict[str, Any]] = {}
     null = np.inf
     # Several spans may be parts of the same words.
     count = 2 * options.top_k + 10 if options.align_to_words else options.top_k
@@ -217,9 +170,9 @@ def _best(
             # Some tokenizers count the space before a word as a part of it.
             begin, text = begin + _leading(context[begin:stop]), context[begin:stop].strip()
             stop = begin + len(text)
-            known = answers.setdefault(text.lower(), {"score": 0.0, "start": begin, "end": stop, "answer": text})
+            known = merged.setdefault(text.lower(), {"score": 0.0, "start": begin, "end": stop, "answer": text})
             known["score"] += score
-    found = list(answers.values())
+    found = list(merged.values())
     if options.handle_impossible_answer:
         found.append({"score": null, "start": 0, "end": 0, "answer": ""})
     return sorted(found, key=lambda each: each["score"], reverse=True)[: options.top_k]
