@@ -84,7 +84,7 @@ class ImageCollate:
 
     def __post_init__(self, preprocess: Preprocess, threads: int):
         # PIL and NumPy let other threads run while they work: two threads make as many images as two processes (3.7
-        # and 4.0 ms for a JPEG of 500 x 375 to 224 x 224, on two cores), and hand nothing over.
+        # and 4.0 ms for a JPEG of 500 x 375 to 224 x 224, on two busy cores), and hand nothing over.
         self._preprocess, self._threads = preprocess, threads
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="distaff-images")
 
