@@ -11,13 +11,12 @@ from dataclasses import InitVar, dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from scipy.special import betaincinv
 
 from distaff.core.errors import DataError, UsageError
 from distaff.data.draws import row_keys, uniforms
 from distaff.data.identity import mark
-from distaff.data.image_modes import decode, reason
+from distaff.data.image_modes import Image, decode, reason  # says what to install where PIL is not
 
 # How often a crop is drawn before the middle of the image is taken, and how far its sides may differ (Szegedy et al.
 # 2014, https://arxiv.org/abs/1409.4842, as torchvision does it).
