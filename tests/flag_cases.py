@@ -192,6 +192,7 @@ def hand_over(words: list[str], capsys, folder: Path) -> HandOver:
     printed = capsys.readouterr()
     record.seen["printed"] = printed.out
     record.seen["error"] = " ".join(line for line in printed.err.splitlines() if line.startswith("distaff: "))
+    record.seen["answers"] = [path.read_text() for path in sorted(folder.glob("*/*predictions.json"))]
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
     record.seen["cache"] = [name for name in names if name.startswith("cache/")]
     record.seen["files"] = [name for name in names if not name.startswith("cache")]

@@ -11,11 +11,22 @@ from distaff.cli import COMMANDS, main
 from flag_cases import flags_of
 from recipe_cases import sentences
 
+TEXT_TASKS = (
+    "fill-mask",
+    "token-classification",
+    "feature-extraction",
+    "sentence-similarity",
+    "text-generation",
+    "text2text-generation",
+    "summarization",
+    "translation",
+)
 HERE = {
     "tokenizer": ("tokenizer", "train"),
     "config": ("config", "create"),
     "generate": ("generate",),
-    "fill-mask": ("predict", "fill-mask"),
+    **{task: ("predict", task) for task in TEXT_TASKS},
+    "predict-answers": ("predict", "question-answering"),
     "predict-images": ("predict", "image-classification"),
     "push": ("push",),
     "quickstart": ("quickstart",),
@@ -188,18 +199,89 @@ def test_predict_image_classification(monkeypatch, capsys):
     assert_all_change("predict-images", table, run)
 
 
-def test_fill_mask(monkeypatch, capsys):
+def test_predict_question_answering(monkeypatch, capsys, tmp_path):
+    (tmp_path / "questions.jsonl").write_text('{"id": "1", "question": "What?", "context": "That."}\n')
+
     def run(words):
-        def fill(text):
-            return [{"token_str": text, "score": 0.5}]
-
         calls = []
-        monkeypatch.setattr("distaff.tasks.predict.pipeline", lambda *w, **o: calls.append((w, o)) or fill)
-        monkeypatch.setattr("sys.stdin", io.StringIO("typed\n"))
-        return main(["predict", "fill-mask", "--model_name_or_path", "model", *words]), calls, capsys.readouterr().out
 
-    table = {"model_name_or_path": ("other", ""), "texts": ("one", ""), "top_k": ("2", ""), "json": ("", "")}
-    assert_all_change("fill-mask", table, run)
+        def ask(several):
+            calls.append(several)
+            return [{"answer": each["context"], "score": 0.5, "start": 0, "end": 4} for each in several]
+
+        monkeypatch.setattr("distaff.tasks.predict_answers.pipeline", lambda *w, **o: calls.append((w, o)) or ask)
+        words = [word.replace("FOLDER", str(tmp_path)) for word in words]
+        given = [] if "--file" in words else ["--question", "Who?", "--context", "She."]
+        code = main(["predict", "question-answering", "--model_name_or_path", "model", *given, *words])
+        assert code == 0, capsys.readouterr().err
+        return calls, capsys.readouterr().out
+
+    table = {
+        "model_name_or_path": ("other", ""),
+        "question": ("Where?", ""),
+        "context": ("There.", ""),
+        "file": ("FOLDER/questions.jsonl", ""),
+        **dict.fromkeys(("top_k", "max_answer_len", "max_seq_len", "doc_stride", "batch_size"), ("2", "")),
+        "handle_impossible_answer": ("", ""),
+        "json": ("", ""),
+    }
+    assert_all_change("predict-answers", table, run)
+
+
+ENTITY = {"entity": "X", "score": 0.5, "word": "a", "start": 0, "end": 1}
+ANSWERS = {
+    "fill-mask": lambda text: [{"token_str": text, "score": 0.5}],
+    "token-classification": lambda text: [ENTITY],
+    "feature-extraction": lambda text: [[[0.5], [0.25]]],
+}
+PREDICTING = {
+    "model_name_or_path": ("other", ""),
+    "texts": ("one two", ""),
+    "file": ("FOLDER/texts.txt", ""),
+    "text_column": ("more", "--file FOLDER/texts.jsonl"),
+    "json": ("", ""),
+}
+BATCHES = {**PREDICTING, "batch_size": ("2", ""), "dtype": ("bfloat16", "")}
+WRITING = {**BATCHES, "max_new_tokens": ("3", ""), "num_beams": ("2", ""), "truncation": ("", "")}
+PREFIXED = {**WRITING, "prefix": ("say: ", "")}
+PREDICT_FLAGS = {
+    "fill-mask": {**PREDICTING, "top_k": ("2", "")},
+    "token-classification": {**BATCHES, "aggregation_strategy": ("max", "")},
+    "feature-extraction": {**BATCHES, "truncation": ("", ""), "json": ("False", "")},
+    "sentence-similarity": {
+        **{name: (words, f"--texts a b {also}") for name, (words, also) in BATCHES.items()},
+        "file": ("FOLDER/texts.txt", "--texts a --file FOLDER/texts.jsonl"),
+        "text_column": ("more", "--texts a --file FOLDER/texts.jsonl"),
+    },
+    "text-generation": {**WRITING, "return_full_text": ("False", "")},
+    "text2text-generation": PREFIXED,
+    "summarization": PREFIXED,
+    "translation": {**PREFIXED, "src_lang": ("de_DE", ""), "tgt_lang": ("en_XX", "")},
+}
+
+
+@pytest.mark.parametrize("task", TEXT_TASKS)
+def test_predict(task, monkeypatch, capsys, tmp_path):
+    (tmp_path / "texts.txt").write_text("from a file\nand more\n")
+    rows = [{"text": "one", "more": "other"}, {"text": "two", "more": "others"}]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def answer(texts, others=None):
+        if others is not None:
+            return [0.5 for _ in others]
+        return map(ANSWERS.get(task, lambda text: [{"generated_text": text}]), texts)
+
+    def run(words):
+        calls = []
+        monkeypatch.setattr("distaff.tasks.predict.pipeline", lambda *w, **o: calls.append((w, o)) or answer)
+        monkeypatch.setattr("sys.stdin", io.StringIO("typed\nlines\n"))
+        words = [word.replace("FOLDER", str(tmp_path)) for word in words]
+        code = main(["predict", task, "--model_name_or_path", "model", *words])
+        assert code == 0, capsys.readouterr().err
+        assert calls[0][0][0] == task
+        return code, calls, capsys.readouterr().out
+
+    assert_all_change(task, PREDICT_FLAGS[task], run)
 
 
 def test_push(monkeypatch):

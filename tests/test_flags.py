@@ -46,6 +46,7 @@ class Recipe:
 
 
 ROWS, SOURCES = ("--max_seq_length", "16"), ("--max_source_length", "24", "--max_target_length", "24")
+WINDOWS = (*ROWS, "--doc_stride", "3")
 RECIPES = {
     "mlm": Recipe("roberta", f"{SHAPE},intermediate_size=32", "bert", "layer_norm_eps=0.5", ROWS),
     "electra": Recipe("electra", f"{SHAPE},intermediate_size=32,embedding_size=8", "bert", "layer_norm_eps=0.5", ROWS),
@@ -56,6 +57,7 @@ RECIPES = {
     "translation": Recipe("bart", BART, "mbart", "activation_function=relu", SOURCES, "translation"),
     "glue": Recipe("roberta", f"{SHAPE},intermediate_size=32", "bert", "layer_norm_eps=0.5", ROWS, "labelled"),
     "ner": Recipe("roberta", f"{SHAPE},intermediate_size=32", "bert", "layer_norm_eps=0.5", ROWS, "tagged"),
+    "qa": Recipe("roberta", f"{SHAPE},intermediate_size=32", "bert", "layer_norm_eps=0.5", WINDOWS, "answered"),
     "image-classification": Recipe("vit", VIT, "resnet", "layer_norm_eps=0.5", ("--image_size", "8"), "images"),
 }
 
@@ -97,9 +99,14 @@ def make_corpus(folder):
             for a, _ in shown
         ]
         write_rows(folder / f"{name}-tagged.jsonl", tagged)
+        answered = [
+            {"question": a[:4], "context": b, "answers": {"text": [b.split()[1]], "answer_start": [b.index(" ") + 1]}}
+            for a, b in ((source, " ".join(source.split()[:6])) for source, _ in shown)
+        ]
+        write_rows(folder / f"{name}-answered.jsonl", answered)
         write_image_rows(folder, name, count, seed)
     write_images(folder / "classes", 12, seed=9)
-    for kind in ("", "-summary", "-translation", "-labelled", "-tagged", "-images"):
+    for kind in ("", "-summary", "-translation", "-labelled", "-tagged", "-answered", "-images"):
         write_set(folder, kind)
     sentinels = ",".join(f"<extra_id_{number}>" for number in range(8))
     words = ("tokenizer", "train", "--special_tokens", sentinels, "--vocab_size", "320")
@@ -299,6 +306,14 @@ OWN = {
         ),
         "predictions_format": Case("csv", "files", also=PREDICTING),
     },
+    "qa": {
+        **TUNED_TEXTS,
+        "doc_stride": Case("1", "train"),
+        "version_2_with_negative": Case("", "answers"),
+        "null_score_diff_threshold": Case("-0.5", "answers", also="--version_2_with_negative"),
+        "n_best_size": Case("3", "answers"),
+        "max_answer_length": Case("1", "answers"),
+    },
 }
 OWN["image-classification"] = {
     **TUNED,
@@ -357,6 +372,10 @@ EVALUATION_OWN = {
         "label_column_name": Case("pos_tags", "code", refused="is none of the model's"),
         "task_name": Case("pos", "code", refused="is none of the model's"),
         "return_entity_level_metrics": Case("", "printed"),
+    },
+    "qa": {
+        "seed": Case("7", "params", also="--model_name_or_path {headless}"),
+        "do_eval": Case("False", "called", also=PREDICTING),
     },
     "image-classification": {
         "seed": Case("7", "params", also="--model_name_or_path {headless}"),
@@ -438,7 +457,7 @@ class Bench:
             processor = new_image_processor(height=16, width=16, channels=3)
             processor.image_mean = [0.1, 0.2, 0.3]
             processor.save_pretrained(self.places["processor"])
-        if self.recipe.data in ("labelled", "tagged", "images"):
+        if self.recipe.data in ("labelled", "tagged", "answered", "images"):
             self.places["headless"] = self.folder / "headless"
             shutil.copytree(self.places["checkpoint"], self.places["headless"])
             FlaxAutoModel.from_pretrained(self.places["checkpoint"]).save_pretrained(self.places["headless"])

@@ -88,6 +88,17 @@ def model(tmp_path) -> Path:
     return folder
 
 
+def test_folders_of_sentence_transformers_come_with_the_model(server, call, model, tmp_path):
+    env = server.env(tmp_path / "home")
+    for name in ("modules.json", "1_Pooling/config.json", "1_Pooling/notes.json", "onnx/config.json"):
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text("{}")
+    assert "result" in call(env, "push", model, "tester/sentences")
+    folder = Path(call(env, "resolve", "tester/sentences")["result"])
+    assert (folder / "1_Pooling" / "config.json").is_file()
+    assert [path.name for path in folder.glob("*/*")] == ["config.json"]
+
+
 def test_push_then_download_then_push_again(server, call, model, tmp_path):
     env = server.env(tmp_path / "home")
     assert call(env, "push", model, "tester/m")["result"] == f"{server.url}/tester/m"

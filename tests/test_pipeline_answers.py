@@ -1,7 +1,9 @@
 """Pipelines answer as those of Transformers, and take their inputs in every form."""
 
+import io
 import itertools
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +11,11 @@ import pytest
 
 import distaff
 from distaff import pipeline
+from distaff.cli import main
 from distaff.core.errors import CheckpointError, DataError, UsageError
 from distaff.pipelines import PIPELINES
 from golden import pipeline_cases as golden
+from recipe_cases import one_line
 
 STORED = golden.read()
 TOLERANCE = 1e-4
@@ -265,3 +269,60 @@ def test_encoders_that_write_have_no_features(tmp_path):
 def test_files_of_pathlib_are_texts_and_folders_are_models(folders):
     similar = pipeline("sentence-similarity", Path(folders["bert"]))
     assert similar("a", ["a"]) == pytest.approx([1.0])
+
+
+# The command line.
+
+
+def printed(capsys, *words):
+    assert main(["predict", *map(str, words)]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_line_of_json_for_each_text(opened, folders, tmp_path, capsys, monkeypatch):
+    tag = opened("token-classification", "bert-tags")
+    command = ("token-classification", folders["bert-tags"], "--json", "--aggregation_strategy", "first")
+    texts = ["Anna is in Basel.", "Zürich"]
+    expected = [{"text": text, "entities": tag(text, aggregation_strategy="first")} for text in texts]
+    assert_same(printed(capsys, *command[:2], *texts, *command[2:]), expected)
+    path = tmp_path / "texts.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    assert_same(printed(capsys, *command, "--file", path), expected)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(texts)))
+    assert_same(printed(capsys, *command), expected)
+    (row,) = printed(capsys, "feature-extraction", folders["bert"], "a")
+    assert np.shape(row["features"]) == (1, 3, 32)
+    rows = printed(capsys, "sentence-similarity", folders["bert"], "a", "a", "b c", "--json")
+    assert [row["text"] for row in rows] == ["a", "b c"]
+    assert rows[0]["score"] == pytest.approx(1)
+
+
+def test_what_is_printed_to_be_read(folders, capsys):
+    assert main(["predict", "token-classification", str(folders["bert-tags"]), "Anna"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Anna"
+    assert all(re.fullmatch(r"  \S+  [\w-]+  \d\.\d{3}  \(\d-\d\)", line) for line in lines[1:])
+    assert len(lines) > 1
+    assert main(["predict", "sentence-similarity", str(folders["bert"]), "a", "a"]) == 0
+    assert capsys.readouterr().out == "1.0000  a\n"
+    assert main(["predict", "text-generation", str(folders["gpt2"]), "a", "--max_new_tokens", "2"]) == 0
+    assert capsys.readouterr().out.startswith("a")
+
+
+def test_texts_that_are_not_there(folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    command = ("predict", "token-classification", str(folders["bert-tags"]))
+    for words, said in (
+        ((), "There is no text"),
+        (("a", "--file", "b.txt"), "leave --file out, or the texts"),
+        (("--file", str(tmp_path / "b.txt")), "There is no file"),
+        (("a", "--text_column", "b"), "is a column of --file"),
+        (("a", "--aggregation_strategy", "best"), "is none of none, simple"),
+    ):
+        assert main([*command, *words]) in (1, 2)
+        assert said in one_line(capsys)
+    similar = ("predict", "sentence-similarity", str(folders["bert"]))
+    assert main([*similar, "a"]) == 2
+    assert "nothing to compare with" in one_line(capsys)
+    assert main([*similar, "--file", "b.txt"]) == 2
+    assert "one text is needed" in one_line(capsys)

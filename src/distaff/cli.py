@@ -28,6 +28,11 @@ class Command:
     positional: tuple[str, ...] = ()
 
 
+def _predict(flags: str, help: str) -> Command:
+    """Return the command of a pipeline of texts."""
+    return Command("distaff.tasks.predict", "predict", flags, help, ("model_name_or_path", "texts"))
+
+
 COMMANDS: dict[tuple[str, ...], Command] = {
     ("quickstart",): Command(
         "distaff.quickstart", "run", "QuickstartFlags", "Train a small RoBERTa on text that comes with Python."
@@ -59,6 +64,8 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ),
     ("train", "glue"): Command("distaff.tasks.glue", "train", "GlueFlags", "Classes or numbers for texts."),
     ("eval", "glue"): Command("distaff.tasks.glue", "evaluate_only", "GlueFlags", "Evaluate a classifier of texts."),
+    ("train", "qa"): Command("distaff.tasks.qa", "train", "QaFlags", "Question answering on a text, as in SQuAD."),
+    ("eval", "qa"): Command("distaff.tasks.qa", "evaluate_only", "QaFlags", "Evaluate a model of question answering."),
     ("train", "ner"): Command("distaff.tasks.ner", "train", "NerFlags", "Tags of words."),
     ("eval", "ner"): Command("distaff.tasks.ner", "evaluate_only", "NerFlags", "Evaluate a model of tags."),
     ("train", "image-classification"): Command(
@@ -67,8 +74,20 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("eval", "image-classification"): Command(
         "distaff.tasks.image_classification", "evaluate_only", "ImageClassificationFlags", "Evaluate a model of images."
     ),
-    ("predict", "fill-mask"): Command(
-        "distaff.tasks.predict", "fill_mask", "FillMaskFlags", "Fill mask tokens.", ("model_name_or_path", "texts")
+    ("predict", "fill-mask"): _predict("FillMaskFlags", "Fill mask tokens."),
+    ("predict", "token-classification"): _predict("TokenClassificationFlags", "What each piece of a text is."),
+    ("predict", "feature-extraction"): _predict("FeatureExtractionFlags", "Vectors of tokens."),
+    ("predict", "sentence-similarity"): _predict("SentenceSimilarityFlags", "How near texts are to the first."),
+    ("predict", "text-generation"): _predict("TextGenerationFlags", "Continue texts."),
+    ("predict", "text2text-generation"): _predict("Text2TextFlags", "Answer texts."),
+    ("predict", "summarization"): _predict("SummarizationFlags", "Summarise texts."),
+    ("predict", "translation"): _predict("TranslationFlags", "Translate texts."),
+    ("predict", "question-answering"): Command(
+        "distaff.tasks.predict_answers",
+        "question_answering",
+        "QuestionAnsweringFlags",
+        "Answer questions from a text.",
+        ("model_name_or_path", "question", "context"),
     ),
     ("predict", "image-classification"): Command(
         "distaff.tasks.predict_images",
@@ -129,7 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def usage(names: Collection[tuple[str, ...]] = COMMANDS) -> str:
     """Return the list of the commands `names`."""
     lines = ["usage: distaff COMMAND [flags]   (distaff COMMAND --help for its flags)", ""]
-    lines += [f"  {' '.join(name):<20} {COMMANDS[name].help}" for name in names]
+    width = max(len(" ".join(name)) for name in names)
+    lines += [f"  {' '.join(name):<{width}}  {COMMANDS[name].help}" for name in names]
     lines += [
         "",
         "  A .yaml file after the command holds flags; flags on the command line win over it.",

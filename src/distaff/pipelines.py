@@ -17,6 +17,7 @@ from distaff.hub import open_tokenizer, resolve
 from distaff.loading import config_values
 from distaff.models.auto import FlaxAutoModelForMaskedLM
 from distaff.pipeline_base import answers, check_texts
+from distaff.question_pipelines import QuestionAnsweringPipeline
 from distaff.token_pipelines import TokenClassificationPipeline
 
 # Rows are padded to a multiple of this, so that texts of many lengths are few programs.
@@ -190,6 +191,7 @@ def _image_classification(model: Any, **settings: Any) -> Any:
 
 PIPELINES: dict[str, Any] = {
     "fill-mask": FillMaskPipeline,
+    "question-answering": QuestionAnsweringPipeline,
     "token-classification": TokenClassificationPipeline,
     "feature-extraction": FeatureExtractionPipeline,
     "sentence-similarity": SentenceSimilarityPipeline,

@@ -42,6 +42,17 @@ CASES = {
 }
 
 
+# What MiniLM makes vectors of: several lengths, one beyond the 256 tokens that it was trained with.
+SENTENCES = (
+    "That is a happy person",
+    "That is a very happy person.",
+    "Today is a sunny day",
+    "In Zürich scheint die Sonne 🙂",
+    "Two dogs ran over the green hills. " * 60,
+    "?",
+)
+
+
 def folder_of(name: str) -> Path | None:
     """Return the folder of a case's model, or None where its package is not installed."""
     spec = importlib.util.find_spec(CASES[name].package)

@@ -154,7 +154,8 @@ def _download(name: str, revision: str | None, token: str | None, subfolder: str
 
 def _wanted(name: str, listing: Iterable[str], subfolder: str, weights: bool) -> list[str]:
     """Return the files of `subfolder` to fetch: companions, and the weights of the first format that is there."""
-    paths = {path.name: path for path in map(PurePosixPath, listing) if path.parent == PurePosixPath(subfolder)}
+    files = [PurePosixPath(file) for file in listing]
+    paths = {path.name: path for path in files if path.parent == PurePosixPath(subfolder)}
     if not paths:
         raise CheckpointError(f"'{name}' holds no files in '{subfolder or '.'}': check the subfolder's spelling.")
     chosen = [file for file in paths if file.endswith(COMPANIONS) and not file.endswith(INDEX_SUFFIX)]
@@ -166,7 +167,9 @@ def _wanted(name: str, listing: Iterable[str], subfolder: str, weights: bool) ->
         if first.endswith(INDEX_SUFFIX):
             stem, suffix = os.path.splitext(first.removesuffix(INDEX_SUFFIX))
             chosen += [file for file in paths if file.startswith(f"{stem}-") and file.endswith(suffix)]
-    return [str(paths[file]) for file in chosen]
+    # How sentence-transformers makes one vector of many stands in folders beside its list of them.
+    pooling = [path for path in files if path.match("[0-9]_*/config.json") and len(path.parts) == 2]
+    return [str(path) for path in [*(paths[file] for file in chosen), *(pooling if "modules.json" in chosen else [])]]
 
 
 def push_folder(

@@ -57,7 +57,8 @@ class Finetuning:
     metric: which of them a run is chosen by unless a flag says otherwise. metrics: the names of all of them.
     evaluations: by what is put behind the names of their figures; the first, "", is evaluated while training too.
     tests: likewise, the rows to predict for. predict: `(outputs, held_out) -> rows of the file of predictions`.
-    write: more files that predictions are written to: `(folder, suffix, outputs, held_out)`.
+    write: more files that predictions are written to: `(folder, suffix, outputs, held_out)`; write_evaluation: those
+    that the last evaluation is.
     labelled: tells whether a test set has what figures are computed with.
     """
 
@@ -73,6 +74,7 @@ class Finetuning:
     evaluations: dict[str, HeldOut] = field(default_factory=dict)
     tests: dict[str, HeldOut] = field(default_factory=dict)
     write: Callable[[Path, str, Outputs, HeldOut], None] | None = None
+    write_evaluation: Callable[[Path, str, Outputs, HeldOut], None] | None = None
     labelled: Callable[[HeldOut], bool] = lambda held_out: False
     tokens: Callable[[Any], int] | None = None
 
@@ -115,10 +117,11 @@ def train(recipe: Recipe, flags: FinetuneFlags) -> int:
     if result.best is not None and result.best.step is not None and result.best.selection.reload:
         logger.info("The parameters of step %d are taken, the best by %s.", result.best.step, _metric(flags, tuning))
         metrics |= {**result.best.metrics, "best_step": result.best.step}
-    measured = "eval_loss" in metrics
+    # What is written of an evaluation is not in the log.
+    measured = "eval_loss" in metrics and tuning.write_evaluation is None
     for name, held_out in tuning.evaluations.items():
         if name or not measured:
-            metrics |= figures(tuning, held_out, state.params, state.carried, mesh, f"eval_{{}}{name}")
+            metrics |= figures(tuning, held_out, state.params, state.carried, mesh, f"eval_{{}}{name}", folder)
     predicted = predict(flags, tuning, state.params, state.carried, mesh, folder)
     if jax.process_index() == 0:
         recipes.finish(
@@ -188,7 +191,7 @@ def evaluate_only(recipe: Recipe, flags: FinetuneFlags) -> int:
     params, carried = _parts(tuning.model)
     evaluated: dict[str, float] = {}
     for name, held_out in tuning.evaluations.items():
-        evaluated |= figures(tuning, held_out, params, carried, mesh, f"eval_{{}}{name}")
+        evaluated |= figures(tuning, held_out, params, carried, mesh, f"eval_{{}}{name}", folder)
     predicted = {} if folder is None else predict(flags, tuning, params, carried, mesh, folder)
     if folder is not None and jax.process_index() == 0:
         parts = {"eval": evaluated, "predict": predicted}
@@ -215,10 +218,18 @@ class Scorer:
 
 
 def figures(
-    tuning: Finetuning, held_out: HeldOut, params: Tree, carried: Tree, mesh: Mesh, name: str
+    tuning: Finetuning,
+    held_out: HeldOut,
+    params: Tree,
+    carried: Tree,
+    mesh: Mesh,
+    name: str,
+    folder: Path | None = None,
 ) -> dict[str, float]:
-    """Return the figures of a set; `name` has braces where that of a figure stands."""
+    """Return the figures of a set; `name` has braces where that of a figure stands. `folder`: to write to, if any."""
     outputs = collect(tuning.forward, params=params, batches=held_out.batches, mesh=mesh, carried=carried)
+    if folder is not None and tuning.write_evaluation is not None and jax.process_index() == 0:
+        tuning.write_evaluation(folder, name.rpartition("}")[2], outputs, held_out)
     return {name.format(key): value for key, value in tuning.figures(outputs, held_out).items()}
 
 

@@ -22,6 +22,8 @@ RESULTS = ("all_results.json", "train_results.json", "eval_results.json", "predi
 PREDICTIONS = "generated_predictions.txt"
 # Of predictions of classes: with a suffix of the set, and one of the format.
 PREDICT = "predict_results"
+# All that predictions are written to; answers to questions by id too.
+PREDICTED = (*(f"{PREDICT}*.{kind}" for kind in ("csv", "jsonl", "conll")), "*predictions.json", "*null_odds.json")
 # What shows that a run wrote here.
 MARKS = ("recipe.yaml", "metrics.jsonl", CHECKPOINTS, *RESULTS)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".msgpack", ".h5", ".pt", ".pth", ".ckpt", ".onnx", ".gguf")
@@ -87,7 +89,7 @@ def begin(folder: Path, flags: Any, recipe: str) -> None:
         return
     try:
         if flags.overwrite_output_dir and flags.resume_from_checkpoint is None:
-            tables = [path.name for kind in ("csv", "jsonl", "conll") for path in folder.glob(f"{PREDICT}*.{kind}")]
+            tables = [path.name for kind in PREDICTED for path in folder.glob(kind)]
             for name in (*RESULTS, PREDICTIONS, *tables):
                 (folder / name).unlink(missing_ok=True)
             # A model that the run starts from stays until the new one replaces it.
