@@ -459,6 +459,10 @@ def test_processor_files(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text("{")
     with pytest.raises(DistaffError, match="does not open"):
         open_image_processor(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "NoSuchProcessor"}')
+    with pytest.raises(DistaffError, match="does not open") as caught:
+        open_image_processor(tmp_path)
+    assert len(str(caught.value)) < 400
     saved = {"image_processor_type": "ConvNextImageProcessor", "crop_pct": 0.875, "size": {"shortest_edge": 16}}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(saved))
     processor = open_image_processor(tmp_path)
@@ -471,3 +475,31 @@ def test_a_processor_of_many_sizes_is_refused(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(saved))
     with pytest.raises(UsageError, match="--image_size"):
         Preprocess(open_image_processor(tmp_path), channels=3)
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"image_processor_type": "ViTImageProcessor", "size": {"height": 8, "width": 6}},
+        {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 8}, "crop_pct": 0.5},
+        {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 9},
+            "crop_size": {"height": 6, "width": 8},
+        },
+        {"feature_extractor_type": "ViTFeatureExtractor", "size": 8},
+        {"do_resize": True, "size": 8},  # as google/vit-base-patch16-224 has it
+    ],
+)
+def test_what_was_cropped_is_scaled_and_nothing_else(saved, tmp_path):
+    """After a random crop of the right size, the processor's own resizing and cropping are left out."""
+    scale = {"image_mean": [0.5, 0.25, 0.0], "image_std": [0.5, 0.25, 1.0]}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**saved, **scale}))
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    preprocess = Preprocess(open_image_processor(tmp_path), channels=3)
+    height, width = preprocess.size
+    assert 6 <= height <= 8
+    values = np.random.default_rng(0).integers(0, 256, (height, width, 3)).astype(np.uint8)
+    found = preprocess([Image.fromarray(values)] * 2, resized=True)
+    wanted = (values / 255 - scale["image_mean"]) / scale["image_std"]
+    np.testing.assert_allclose(found, np.stack([wanted.transpose(2, 0, 1)] * 2), atol=1e-6)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -177,3 +178,11 @@ def test_what_the_command_refuses(folder, image, tmp_path, capsys, monkeypatch):
     assert main(words) == 2
     assert main([*words, "--top_k", "0"]) == 2
     assert "--top_k is 0" in capsys.readouterr().err
+
+
+def test_without_pillow_it_is_said_what_to_install(folder, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(("PIL", "distaff.data.image", "distaff.image_pip"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(UsageError, match=r"pip install 'distaff\[vision\]'"):
+        pipeline("image-classification", folder)

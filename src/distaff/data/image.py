@@ -11,13 +11,12 @@ from dataclasses import InitVar, dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from scipy.special import betaincinv
 
 from distaff.core.errors import DataError, UsageError
 from distaff.data.draws import row_keys, uniforms
 from distaff.data.identity import mark
-from distaff.data.image_modes import decode, reason
+from distaff.data.image_modes import Image, decode, reason  # says what to install where PIL is not
 
 # How often a crop is drawn before the middle of the image is taken, and how far its sides may differ (Szegedy et al.
 # 2014, https://arxiv.org/abs/1409.4842, as torchvision does it).
@@ -84,7 +83,7 @@ class ImageCollate:
 
     def __post_init__(self, preprocess: Preprocess, threads: int):
         # PIL and NumPy let other threads run while they work: two threads make as many images as two processes (3.7
-        # and 4.0 ms for a JPEG of 500 x 375 to 224 x 224, on two cores), and hand nothing over.
+        # and 4.0 ms for a JPEG of 500 x 375 to 224 x 224, on two busy cores), and hand nothing over.
         self._preprocess, self._threads = preprocess, threads
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="distaff-images")
 

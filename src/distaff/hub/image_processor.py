@@ -20,7 +20,8 @@ def open_image_processor(folder: Path) -> Any:
     try:
         return processors.AutoImageProcessor.from_pretrained(folder, backend="pil")
     except Exception as error:  # each processor class raises its own
-        reason = " ".join(str(error).split()).rstrip(".")
+        # Transformers goes on to list every type that it knows.
+        reason = " ".join(str(error).split())[:160].rstrip(".")
         raise CheckpointError(f"The image processor in '{folder}' does not open ({reason}): {remedy}.") from error
 
 
