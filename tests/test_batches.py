@@ -129,6 +129,42 @@ def test_lengths_are_few_and_fit(lines):
     assert 1 < len(seen) <= 4
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_rows_of_similar_lengths_come_together(shuffle):
+    """Each row once an epoch, a function of the step, and far less padding; epochs differ in training alone."""
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(1 + rng.geometric(0.1, 600), 64)
+    dataset = datasets.Dataset.from_dict({"input_ids": [[index] * length for index, length in enumerate(lengths)]})
+    options = {"max_length": 64, "pad_to_max_length": False, "shuffle": shuffle, "seed": 5}
+    grouped = batches_of(dataset, group_by_length=True, **options)
+    plain = batches_of(dataset, **options)
+    steps = grouped.steps_per_epoch
+    assert steps == plain.steps_per_epoch == 75
+    epochs = []
+    for epoch in range(2):
+        rows = [grouped.indices(epoch * steps + step) for step in range(steps)]
+        numbers = np.concatenate([numbers[weights > 0] for numbers, weights in rows])
+        assert sorted(numbers) == list(range(600))
+        epochs.append(numbers)
+    assert np.array_equal(*epochs) != shuffle
+    padded = [sum(made(step)["ids"].size for step in range(steps)) for made in (grouped, plain)]
+    assert padded[0] < 0.65 * padded[1]
+    # Asked in any order, as after a resume.
+    again = batches_of(dataset, group_by_length=True, **options)
+    for step in (steps + 40, 3, 74, 33, 32):
+        np.testing.assert_array_equal(again(step)["ids"], grouped(step)["ids"])
+    assert {grouped(step)["ids"].shape[1] for step in range(steps)} <= set(grouped.buckets)
+    if shuffle:
+        means = [lengths[grouped.indices(step)[0]].mean() for step in range(32)]
+        assert means != sorted(means)
+
+
+def test_a_last_batch_that_is_not_full_has_the_weights_of_its_rows():
+    batches = batches_of(numbered(21), pad_to_max_length=False, group_by_length=True)
+    assert sorted(int(batches.indices(step)[1].sum()) for step in range(3)) == [5, 8, 8]
+    assert batches.identity()["group_by_length"]
+
+
 def test_buckets():
     assert length_buckets(128) == (32, 64, 96, 128)
     assert length_buckets(512) == (128, 256, 384, 512)

@@ -291,6 +291,7 @@ OWN = {
         "skip_blank_rows": Case("", "code", "called", also="--validation_file {blank}"),
         "problem_type": Case("regression", "program"),
         "pad_to_max_length": Case("", "train", also="--max_seq_length 32 --text_column_name brief"),
+        "group_by_length": Case("False", "train", also="--max_seq_length 32 --text_column_name brief"),
         "class_weights": Case("1 2 3", "program"),
         "ignore_mismatched_sizes": Case("", "code", also="--model_name_or_path {checkpoint} --label_column_name score"),
     },

@@ -16,6 +16,9 @@ from distaff.data.identity import content_mark, settings_of
 # More lengths would save little padding, and each is a program to compile.
 _BUCKETS = 4
 _BUCKET_MULTIPLE = 8
+# Batches whose rows are drawn together and sorted by length: enough for rows of like lengths to meet, few enough that
+# an epoch stays mixed.
+_WINDOW = 32
 
 
 class Collate(Protocol):
@@ -49,6 +52,9 @@ class Batches:
             draws is fixed.
         max_length: the longest row, in tokens; None where rows have no length.
         pad_to_max_length: if not, the batch has the smallest of at most four lengths that its rows fit in.
+        group_by_length: rows of similar lengths come together, so that few batches need the greatest length: of 32
+            batches' rows in the epoch's order, sorted, and the batches shuffled. Without `shuffle` rows then come in
+            another order; `indices` says in which.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class Batches:
         shuffle: bool = True,
         max_length: int | None = None,
         pad_to_max_length: bool = True,
+        group_by_length: bool = False,
         process_index: int = 0,
         process_count: int = 1,
     ):
@@ -86,6 +93,8 @@ class Batches:
         if max_length is not None and not pad_to_max_length:
             self._lengths = row_lengths(dataset)
             self.buckets = length_buckets(max_length)
+        self._grouped = group_by_length and self._lengths is not None
+        self._window: tuple[tuple[int, int], list[np.ndarray]] | None = None
 
     def epoch(self, step: int) -> float:
         """Return how many epochs the steps before `step` are."""
@@ -100,19 +109,40 @@ class Batches:
             "batch_size": self.batch_size,
             "max_length": self._max_length,
             "seed": self._seed,
+            **({"group_by_length": True} if self._grouped else {}),
         }
 
     def indices(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows' numbers [batch_size] int64 of the global batch, and their weights [batch_size] float32."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        start = place * self.batch_size
-        count = min(self.batch_size, self.rows - start)
-        numbers = np.arange(start, start + count, dtype=np.int64)
-        if self._order is not None:
-            numbers = np.array([self._order[epoch * self.rows + int(number)] for number in numbers], np.int64)
-        fill = self.batch_size - count
-        weights = np.repeat(np.array([1, 0], np.float32), [count, fill])
+        if self._grouped:
+            numbers = self._batches_of(epoch, place // _WINDOW)[place % _WINDOW]
+        else:
+            numbers = self._drawn(epoch, place * self.batch_size, self.batch_size)
+        fill = self.batch_size - len(numbers)
+        weights = np.repeat(np.array([1, 0], np.float32), [len(numbers), fill])
         return np.concatenate([numbers, np.repeat(numbers[:1], fill)]), weights
+
+    def _drawn(self, epoch: int, start: int, count: int) -> np.ndarray:
+        """Return the numbers of at most `count` rows from place `start` of an epoch on."""
+        places = np.arange(start, min(start + count, self.rows), dtype=np.int64)
+        if self._order is None:
+            return places
+        return np.array([self._order[epoch * self.rows + int(place)] for place in places], np.int64)
+
+    def _batches_of(self, epoch: int, window: int) -> list[np.ndarray]:
+        """Return the numbers of the rows of each batch of a window."""
+        known = self._window  # read once: an evaluation asks from two threads
+        if known is None or known[0] != (epoch, window):
+            assert self._lengths is not None
+            numbers = self._drawn(epoch, window * _WINDOW * self.batch_size, _WINDOW * self.batch_size)
+            numbers = numbers[np.argsort(self._lengths[numbers], kind="stable")]
+            batches = np.split(numbers, np.arange(self.batch_size, len(numbers), self.batch_size))
+            if self._order is not None:
+                mixed = np.random.default_rng([self._seed % 2**32, epoch, window]).permutation(len(batches))
+                batches = [batches[index] for index in mixed]
+            self._window = known = ((epoch, window), batches)
+        return known[1]
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:
         """Return what `collate` makes of this process's rows, every array with batch_size / process_count rows."""

@@ -39,7 +39,7 @@ Outputs = dict[str, list[Any]]
 class HeldOut:
     """Rows that are not learnt from.
 
-    batches: of them, in their order (`shuffle=False`). rows: whatever a recipe's figures and predictions need besides.
+    batches: of them, each row once (`shuffle=False`). rows: whatever a recipe's figures and predictions need besides.
     """
 
     batches: Batches

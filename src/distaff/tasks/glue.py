@@ -5,9 +5,9 @@
     distaff train glue --output_dir bert-mrpc --model_name_or_path bert-base-cased --task_name mrpc
     distaff eval glue --model_name_or_path bert-sst2 --do_predict --test_file test.tsv --output_dir out
 
-Labels: see `_labels.py`; the config keeps their names. Rows are padded to the smallest of four lengths that they fit
-in. Predictions stand in `predict_results.csv`, a line a row in the order of the rows, with the probability of each
-class.
+Labels: see `_labels.py`; the config keeps their names. Rows of similar lengths come together and are padded to the
+smallest of four lengths that they fit in. Predictions stand in `predict_results.csv`, a line a row in the order of the
+rows, with the probability of each class.
 """
 
 import math
@@ -79,6 +79,7 @@ class GlueFlags(FinetuneTextFlags):
     label_column_name: str | None = flag(None, "Column of the labels, by default 'label'.")
     skip_blank_rows: bool = flag(False, "Leave out rows without text or label, instead of refusing them.")
     problem_type: str | None = flag(None, f"{CLASSIFICATION} or {REGRESSION}, by default as the labels look.")
+    group_by_length: bool = flag(True, "Put rows of similar lengths together, so that short ones are padded little.")
     class_weights: list[str] = flag(
         [], "Weights of the classes in the loss, in the order of their ids, or 'balanced'.", nargs="+"
     )
@@ -198,6 +199,7 @@ class Side:
             shuffle=shuffle,
             max_length=self.length if flags.pad_to_max_length else min(self.length, longest),
             pad_to_max_length=flags.pad_to_max_length,
+            group_by_length=flags.group_by_length,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
