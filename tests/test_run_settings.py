@@ -11,7 +11,7 @@ import pytest
 
 from distaff.core.errors import DistaffError
 from distaff.core.mesh import make_mesh
-from distaff.train import LoopConfig, OptimizerConfig, fit, make_optimizer
+from distaff.train import LoopConfig, OptimizerConfig, Selection, fit, make_optimizer
 
 LOOP = {
     "total_steps": (5, {}),
@@ -29,6 +29,7 @@ LOOP = {
     "steps_per_epoch": (2.0, {}),
     "debug_nans": (True, {"poison": 2}),
     "progress": (True, {}),
+    "selection": (Selection("eval_loss", patience=1), {"eval_every": 1}),
 }
 OPTIMIZER = {
     "learning_rate": 0.2,
