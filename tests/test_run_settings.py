@@ -29,7 +29,7 @@ LOOP = {
     "steps_per_epoch": (2.0, {}),
     "debug_nans": (True, {"poison": 2}),
     "progress": (True, {}),
-    "selection": (Selection("eval_loss", patience=1), {"eval_every": 1}),
+    "selection": (Selection(metric="eval_loss", patience=1), {"eval_every": 1}),
 }
 OPTIMIZER = {
     "learning_rate": 0.2,
