@@ -72,16 +72,7 @@ def resize_token_embeddings(
         _do_init=False,
     )
     shapes = flatten(resized.params_shape_tree)
-    # Random numbers for the entries alone, so that they are the same with padding and without.
-    entries = {
-        path: jax.ShapeDtypeStruct(
-            [config.vocab_size if axis == "vocab" else size for axis, size in zip(leaf.axes, shapes[path].shape)],
-            shapes[path].dtype,
-        )
-        for path, leaf in table.items()
-    }
-    deviation = getattr(config, "initializer_range", 0.02)
-    made = random_params(table, entries, seed=seed, initializer_range=deviation)
+    made = _random_entries(config, table, shapes, seed)
     for path, leaf in table.items():
         kept, values = np.asarray(flat[path]), np.zeros(shapes[path].shape, flat[path].dtype)
         values[tuple(map(slice, made[path].shape))] = made[path]
@@ -94,3 +85,13 @@ def resize_token_embeddings(
     resized.loading_report = self.loading_report
     vars(self).update(vars(resized))
     return params
+
+
+def _random_entries(config: Any, table: Mapping[str, Leaf], shapes: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
+    """Return random arrays of the leaves of `table`, without padding: they are the same with it."""
+    entries = {}
+    for path, leaf in table.items():
+        whole = shapes[path]
+        sizes = [config.vocab_size if axis == "vocab" else size for axis, size in zip(leaf.axes, whole.shape)]
+        entries[path] = jax.ShapeDtypeStruct(sizes, whole.dtype)
+    return random_params(table, entries, seed=seed, initializer_range=getattr(config, "initializer_range", 0.02))

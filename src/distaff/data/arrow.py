@@ -1,13 +1,27 @@
 """Arrow files that are written whole or not at all."""
 
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 
 from distaff.core.errors import DataError
+
+Row = TypeVar("Row")
+
+# Rows that are converted together.
+_BATCH_ROWS = 1000
+
+
+def record_batches(rows: Iterable[Row], make: Callable[[list[Row]], pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield what `make` makes of a thousand rows at a time."""
+    rows = iter(rows)
+    while held := list(islice(rows, _BATCH_ROWS)):
+        yield make(held)
 
 
 def strings(texts: list[str]) -> pa.Array:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from distaff.core.errors import DataError, UsageError, listed
-from distaff.data.arrow import replacing, strings, write_table
+from distaff.data.arrow import record_batches, replacing, strings, write_table
 from distaff.data.columns import pad_rows
 from distaff.data.encode import tokenizer_identity
 from distaff.data.files import TABLE_READERS, expand_files, place_word
@@ -41,7 +41,6 @@ USUAL_LABELS = ("label", "labels")
 _NUMBERS = ("idx", "id", "index")
 # Goes into the names of cached files: raise it when what they hold changes.
 _FORMAT = 1
-_BATCH_ROWS = 1000
 _SCHEMA = pa.schema(
     {"text": pa.string(), "pair": pa.string(), "label": pa.string(), "file": pa.int32(), "row": pa.int64()}
 )
@@ -173,7 +172,7 @@ def _from_files(paths: list[Path], columns: LabelledColumns, cache_dir: str | os
     target, counts_file = folder / "rows.arrow", folder / "counts.json"
     if not counts_file.exists():
         counts = [[0, 0] for _ in paths]
-        write_table(target, _SCHEMA, _batches(_read_all(paths, columns, counts)))
+        write_table(target, _SCHEMA, record_batches(_read_all(paths, columns, counts), _record_batch))
         # Written last: the cache is complete once it is there.
         with replacing(counts_file) as partial:
             partial.write_text(json.dumps(counts))
@@ -215,16 +214,12 @@ def _read_all(paths: list[Path], columns: LabelledColumns, counts: list[list[int
         raise DataError(f"'{widths[1]}' has one text a row and '{widths[2]}' two: name columns by --text_column_name.")
 
 
-def _batches(rows: Iterator[tuple[Any, ...]]) -> Iterator[pa.RecordBatch]:
-    while True:
-        batch = [row for _, row in zip(range(_BATCH_ROWS), rows)]
-        if not batch:
-            return
-        text, pair, label, file, number = zip(*batch)
-        yield pa.record_batch(
-            [strings(list(text)), strings(list(pair)), strings(list(label)), pa.array(file), pa.array(number)],
-            schema=_SCHEMA,
-        )
+def _record_batch(held: list[tuple[Any, ...]]) -> pa.RecordBatch:
+    text, pair, label, file, number = zip(*held)
+    return pa.record_batch(
+        [strings(list(text)), strings(list(pair)), strings(list(label)), pa.array(file), pa.array(number)],
+        schema=_SCHEMA,
+    )
 
 
 def _from_split(dataset: datasets.Dataset, columns: LabelledColumns, name: str) -> Labelled:
@@ -245,7 +240,7 @@ def _from_split(dataset: datasets.Dataset, columns: LabelledColumns, name: str) 
             if row is not None:
                 yield (*row, 0, number)
 
-    table = pa.Table.from_batches(_batches(rows()), _SCHEMA)
+    table = pa.Table.from_batches(record_batches(rows(), _record_batch), _SCHEMA)
     if len(table) == 0:
         raise DataError(f"{name} has no row: {blank} blank ones and nothing else.")
     logger.info("%s %d rows, %d blank ones left out.", name, len(table), blank)

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from distaff.core.errors import DataError, UsageError, listed
-from distaff.data.arrow import replacing, strings, write_table
+from distaff.data.arrow import record_batches, replacing, strings, write_table
 from distaff.data.columns import pad_rows
 from distaff.data.encode import encode_texts, tokenizer_identity
 from distaff.data.files import READERS, ReadCount, expand_files, place_word
@@ -33,7 +33,6 @@ Pair = tuple[str, str | None]
 
 # Goes into the names of cached files: raise it when what they hold changes.
 _FORMAT = 1
-_BATCH_ROWS = 1000
 
 
 @dataclass(frozen=True)
@@ -171,24 +170,13 @@ def _cached_files(paths: list[Path], columns: PairColumns, cache_dir: str | os.P
     if not counts_file.exists():
         counts = [ReadCount() for _ in paths]
         pairs = (pair for path, count in zip(paths, counts) for pair in read_pairs(path, columns, count))
-        write_table(target, _SCHEMA, _batches(pairs))
+        write_table(target, _SCHEMA, record_batches(pairs, _record_batch))
         # Written last: the cache is complete once it is there.
         with replacing(counts_file) as partial:
             partial.write_text(json.dumps([asdict(count) for count in counts]))
     for path, numbers in zip(paths, json.loads(counts_file.read_text())):
         logger.info("%s: %d pairs, %d blank rows left out.", path, numbers["texts"], numbers["blank"])
     return datasets.Dataset.from_file(str(target))
-
-
-def _batches(pairs: Iterator[Pair]) -> Iterator[pa.RecordBatch]:
-    held: list[Pair] = []
-    for pair in pairs:
-        held.append(pair)
-        if len(held) == _BATCH_ROWS:
-            yield _record_batch(held)
-            held = []
-    if held:
-        yield _record_batch(held)
 
 
 def _record_batch(pairs: list[Pair]) -> pa.RecordBatch:

@@ -18,14 +18,13 @@ import datasets
 import pyarrow as pa
 
 from distaff.core.errors import DataError, UsageError, listed
-from distaff.data.arrow import replacing, strings, write_table
+from distaff.data.arrow import record_batches, replacing, strings, write_table
 from distaff.data.files import TABLE_READERS, expand_files, place_word
 
 logger = logging.getLogger(__name__)
 
 # Goes into the names of cached files: raise it when what they hold changes.
 _FORMAT = 1
-_BATCH_ROWS = 1000
 _FIELDS = ("id", "question", "context", "answers")
 _SCHEMA = pa.schema(
     {
@@ -230,7 +229,7 @@ def _cached(
     folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "distaff-questions" / key
     target, count = folder / "questions.arrow", folder / "count"
     if not count.exists():
-        write_table(target, _SCHEMA, _batches(_with_different_ids(questions)))
+        write_table(target, _SCHEMA, record_batches(_with_different_ids(questions), _record_batch))
         with replacing(count) as partial:  # written last: the cache is complete once it is there
             partial.touch()
     dataset = datasets.Dataset.from_file(str(target))
@@ -250,17 +249,6 @@ def _with_different_ids(questions: Iterable[Question]) -> Iterator[Question]:
             )
         seen[question.id] = question.place
         yield question
-
-
-def _batches(questions: Iterator[Question]) -> Iterator[pa.RecordBatch]:
-    held: list[Question] = []
-    for question in questions:
-        held.append(question)
-        if len(held) == _BATCH_ROWS:
-            yield _record_batch(held)
-            held = []
-    if held:
-        yield _record_batch(held)
 
 
 def _record_batch(held: list[Question]) -> pa.RecordBatch:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from distaff.core.errors import DataError, UsageError, listed
-from distaff.data.arrow import strings, write_table
+from distaff.data.arrow import record_batches, strings, write_table
 from distaff.data.columns import flat_values
 from distaff.data.files import READERS, ReadCount, expand_files, place_word, read_lines
 
@@ -29,7 +29,6 @@ COLUMN_FILES = (".conll", ".txt", ".tsv", ".bio", ".iob", ".iob2")
 ROW_FILES = (".jsonl", ".json")
 # Goes into the names of cached files: raise it when what they hold changes.
 _FORMAT = 1
-_BATCH_ROWS = 1000
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def load_sentences(
     folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "distaff-sentences"
     target = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.arrow"
     if not target.exists():
-        write_table(target, _SCHEMA, _batches(found))
+        write_table(target, _SCHEMA, record_batches(found, _record_batch))
     return datasets.Dataset.from_file(str(target))
 
 
@@ -265,17 +264,6 @@ def _named(number: int, names: list[str], place: str) -> str:
 
 _WORDS = pa.list_(pa.string())
 _SCHEMA = pa.schema({"words": _WORDS, "tags": _WORDS, "place": pa.string()})
-
-
-def _batches(sentences: Iterable[Sentence]) -> Iterator[pa.RecordBatch]:
-    held: list[Sentence] = []
-    for sentence in sentences:
-        held.append(sentence)
-        if len(held) == _BATCH_ROWS:
-            yield _record_batch(held)
-            held = []
-    if held:
-        yield _record_batch(held)
 
 
 def _record_batch(held: list[Sentence]) -> pa.RecordBatch:

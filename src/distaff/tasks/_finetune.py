@@ -109,11 +109,7 @@ def train(recipe: Recipe, flags: FinetuneFlags) -> int:
         logger.warning("Stopped at step %d; go on with --resume_from_checkpoint.", result.step)
         return 128 + result.interrupted
     state = result.state
-    metrics = dict(result.metrics)
-    if not metrics:
-        # Resumed at its last step: nothing was trained, and what was measured then stands in the log.
-        logger.info("All %d steps were done before; the model is written again.", result.step)
-        metrics = _folder.logged_at(folder, result.step)
+    metrics = recipes.measured(result, folder)
     if result.best is not None and result.best.step is not None and result.best.selection.reload:
         logger.info("The parameters of step %d are taken, the best by %s.", result.best.step, _metric(flags, tuning))
         metrics |= {**result.best.metrics, "best_step": result.best.step}
@@ -146,7 +142,7 @@ def _fit(
     params, carried = _parts(tuning.model)
     trained = trained_mask(params, flags.freeze)
     epoch = tuning.train.steps_per_epoch
-    steps = flags.max_steps if flags.max_steps > 0 else max(1, math.ceil(flags.num_train_epochs * epoch))
+    steps = recipes.count_steps(flags, epoch)
     chosen = selection(flags, tuning)
     plan = recipes.Plan(*sizes, steps)
     plan.log(flags, mesh)

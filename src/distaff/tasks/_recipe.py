@@ -2,6 +2,7 @@
 
 import difflib
 import logging
+import math
 import shlex
 import sys
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from distaff.tasks import _folder
 from distaff.tasks._flags import SECRET_FLAGS, ModelFlags, TrainingFlags
 from distaff.tasks._overrides import override
 from distaff.tasks.tokenizer import save_tokenizer
+from distaff.train import FitResult
 
 logger = logging.getLogger("distaff")
 
@@ -166,6 +168,19 @@ def rows_a_step(flags: TrainingFlags, mesh: Mesh) -> tuple[int, int]:
     devices = batch_devices(mesh)
     train = flags.per_device_train_batch_size * devices * flags.gradient_accumulation_steps
     return train, flags.per_device_eval_batch_size * devices
+
+
+def count_steps(flags: TrainingFlags, steps_per_epoch: int) -> int:
+    """Return the optimizer steps of a run over data of that length."""
+    return flags.max_steps if flags.max_steps > 0 else max(1, math.ceil(flags.num_train_epochs * steps_per_epoch))
+
+
+def measured(result: FitResult, folder: Path) -> dict[str, float]:
+    """Return the figures of the last step of a run; where it was done before, those that stand in its log."""
+    if result.metrics:
+        return dict(result.metrics)
+    logger.info("All %d steps were done before; the model is written again.", result.step)
+    return _folder.logged_at(folder, result.step)
 
 
 def log_start(flags: ModelFlags, training: TrainingFlags) -> None:

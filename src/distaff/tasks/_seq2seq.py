@@ -6,7 +6,6 @@ of `generated_predictions.txt` belongs to row n, and an empty text that is compa
 """
 
 import logging
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -98,8 +97,7 @@ def train(flags: Seq2SeqFlags, task: Task) -> int:
     # Read before the training, so that what is wrong with them is not said after it.
     test = hold_out(flags, side, read_test(flags, task), rows[1])
     epoch = batches.steps_per_epoch
-    steps = flags.max_steps if flags.max_steps > 0 else max(1, math.ceil(flags.num_train_epochs * epoch))
-    plan = recipe.Plan(*rows, steps)
+    plan = recipe.Plan(*rows, recipe.count_steps(flags, epoch))
     plan.log(flags, mesh)
     recipe.log_start(flags, flags)
     tx, schedule = make_optimizer(flags.optimizer(), total_steps=plan.total_steps, decay_mask=model.decay_mask())
@@ -120,16 +118,10 @@ def train(flags: Seq2SeqFlags, task: Task) -> int:
     if result.interrupted:
         logger.warning("Stopped at step %d; go on with --resume_from_checkpoint.", result.step)
         return 128 + result.interrupted
-    metrics = result.metrics
-    if not metrics:
-        # Resumed at its last step: nothing was trained, and what was measured then stands in the log.
-        logger.info("All %d steps were done before; the model is written again.", result.step)
-        metrics = _folder.logged_at(folder, result.step)
-        if evaluation is not None and "eval_loss" not in metrics:
-            metrics |= figures(flags, task, side, result.state.params, evaluation, mesh)
-    params, predicted = result.state.params, {}
-    if test is not None:
-        predicted = predict(flags, task, side, params, test, mesh, folder)
+    params, metrics = result.state.params, recipe.measured(result, folder)
+    if not result.metrics and evaluation is not None and "eval_loss" not in metrics:
+        metrics |= figures(flags, task, side, params, evaluation, mesh)
+    predicted = {} if test is None else predict(flags, task, side, params, test, mesh, folder)
     if jax.process_index() == 0:
         recipe.finish(
             folder,

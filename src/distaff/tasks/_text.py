@@ -4,7 +4,6 @@ A recipe says what is its own in a `TextRecipe`; the rest is here and in `_text_
 """
 
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -72,13 +71,9 @@ def train(recipe: TextRecipe, flags: Any) -> int:
     if result.interrupted:
         logger.warning("Stopped at step %d; go on with --resume_from_checkpoint.", result.step)
         return 128 + result.interrupted
-    metrics = result.metrics
-    if not metrics:
-        # Resumed at its last step: nothing was trained, and what was measured then stands in the log.
-        logger.info("All %d steps were done before; the model is written again.", result.step)
-        metrics = _folder.logged_at(folder, result.step)
-        if flags.do_eval and "eval_loss" not in metrics:
-            metrics |= measure(rows, result.state.params, data, mesh)
+    metrics = recipes.measured(result, folder)
+    if not result.metrics and flags.do_eval and "eval_loss" not in metrics:
+        metrics |= measure(rows, result.state.params, data, mesh)
     if jax.process_index() == 0:
         recipes.finish(
             folder,
@@ -182,12 +177,11 @@ def check_training(flags: Any) -> None:
 
 def count_steps(flags: Any, steps_per_epoch: int | None) -> int:
     """Return the optimizer steps of the run."""
-    steps = flags.num_train_steps or flags.max_steps
-    if steps > 0:
-        return steps
-    if steps_per_epoch is None:
+    if flags.num_train_steps is not None:
+        return flags.num_train_steps
+    if steps_per_epoch is None and flags.max_steps < 1:
         raise UsageError("A stream has no epochs that could be counted: give --num_train_steps.")
-    return max(1, math.ceil(flags.num_train_epochs * steps_per_epoch))
+    return recipes.count_steps(flags, steps_per_epoch or 0)
 
 
 def with_dropout(module, params, rng: jax.Array | None) -> Callable[..., Any]:

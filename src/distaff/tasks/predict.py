@@ -1,5 +1,6 @@
 """`distaff predict TASK MODEL TEXT...`: the pipelines of texts on the command line."""
 
+import abc
 import itertools
 import json
 import sys
@@ -16,7 +17,7 @@ from distaff.tasks._lines import check_words, lines_of
 
 
 @dataclass(kw_only=True)
-class PredictFlags:
+class PredictFlags(abc.ABC):
     """Flags that the commands share; one that is not given is left to the pipeline.
 
     task: of the pipeline. answer: the key of an answer in a line of JSON. options: names of flags that are settings of
@@ -59,9 +60,9 @@ class PredictFlags:
         shown, asked = itertools.tee(texts)
         yield from zip(shown, call(asked))
 
+    @abc.abstractmethod
     def readable(self, text: str, answer: Any) -> Iterator[str]:
         """Yield the lines that are printed without --json."""
-        raise NotImplementedError
 
 
 def predict(flags: PredictFlags) -> int:

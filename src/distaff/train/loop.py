@@ -97,11 +97,7 @@ def fit(
 
     Raises UsageError for settings that cannot be, CheckpointError, and DistaffError for a loss that is not finite.
     """
-    if eval_batches is not None and config.eval_steps < 1:
-        raise UsageError("eval_batches need eval_steps of at least 1 in the config.")
-    if config.selection is not None and eval_batches is None and score is None:
-        raise UsageError("There is no evaluation to choose by: give eval_batches or score, or no selection.")
-    check_reporters(config.report_to)
+    _check(config, eval_batches, score)
     mesh = make_mesh() if mesh is None else mesh
     output = None if config.output_dir is None else Path(config.output_dir)
     source = _find_source(config, output)
@@ -125,10 +121,7 @@ def fit(
         schedule=schedule,
         donate=not config.debug_nans,
     )
-    window = window_from_json(meta.get("window"), mesh)
-    best = None if config.selection is None else Best(config.selection)
-    if best is not None:
-        best.take(meta.get("best"))
+    window, best = window_from_json(meta.get("window"), mesh), _best_before(config, meta)
     if on_start is not None:
         on_start()
     result = _drive(
@@ -141,11 +134,25 @@ def fit(
         batches=batches,
         best=best,
     )
-    if best is None or best.step is None or not best.selection.reload or result.interrupted:
-        return result
-    assert output is not None
-    folders = [output / CHECKPOINTS, *([] if source is None else [source[0]])]
-    return replace(result, state=_best_state(result.state, best.step, folders))
+    return result if output is None else _reloaded(result, output, source)
+
+
+def _check(config: LoopConfig, eval_batches: Batches | None, score: Score | None) -> None:
+    """Raise `UsageError` for settings that do not fit together."""
+    if eval_batches is not None and config.eval_steps < 1:
+        raise UsageError("eval_batches need eval_steps of at least 1 in the config.")
+    if config.selection is not None and eval_batches is None and score is None:
+        raise UsageError("There is no evaluation to choose by: give eval_batches or score, or no selection.")
+    check_reporters(config.report_to)
+
+
+def _best_before(config: LoopConfig, meta: dict[str, Any]) -> Best | None:
+    """Return the best evaluation before the checkpoint that `meta` is of, None where none is chosen."""
+    if config.selection is None:
+        return None
+    best = Best(config.selection)
+    best.take(meta.get("best"))
+    return best
 
 
 def _drive(
@@ -191,6 +198,15 @@ def _drive(
             run.sinks = make_sinks(config, start=start)
         run.train(batches)
     return FitResult(run.state, run.step, run.metrics, stop.number, dict(compilations.counts), best)
+
+
+def _reloaded(result: FitResult, output: Path, source: tuple[Path, int | None] | None) -> FitResult:
+    """Return `result` with the parameters of the best step, where they are asked for."""
+    best = result.best
+    if best is None or best.step is None or not best.selection.reload or result.interrupted:
+        return result
+    folders = [output / CHECKPOINTS, *([] if source is None else [source[0]])]
+    return replace(result, state=_best_state(result.state, best.step, folders))
 
 
 def _best_state(state: TrainState, step: int, folders: Sequence[Path]) -> TrainState:
