@@ -14,7 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 # The training steps, and what the peers call them.
-STEPS = {"mlm": "mlm", "clm": "clm", "t5": "seq2seq", "vit": "vit"}
+STEPS = {"mlm": "mlm", "clm": "clm", "t5": "seq2seq", "vit": "vit", "glue": "glue_real", "glue-full": "glue"}
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
@@ -64,16 +64,17 @@ def contenders(name: str, steps: int) -> dict[str, object]:
     """The commands to alternate, by the name of the contender."""
     if name in GENERATION:
         return generators(name, steps)
-    flags = ("--steps", str(steps)) if name in STEPS else ()
+    script, _, full = name.partition("-")
+    flags = ("--steps", str(steps), *(["--full"] if full else [])) if name in STEPS else ()
     table = {
-        "distaff": lambda: ours(f"{name}.py", *flags, huge_pages=True),
-        "plain": lambda: ours(f"{name}.py", *flags, "--variant", "plain", huge_pages=False),
+        "distaff": lambda: ours(f"{script}.py", *flags, huge_pages=True),
+        "plain": lambda: ours(f"{script}.py", *flags, "--variant", "plain", huge_pages=False),
     }
     peers = os.environ.get("PEERS_DIR")
     if peers and name in STEPS:
-        script = [str(Path(peers) / "venv-flax/bin/python"), "bench_flax.py", "--task", STEPS[name]]
+        peer = [str(Path(peers) / "venv-flax/bin/python"), "bench_flax.py", "--task", STEPS[name]]
         table["transformers-4-flax"] = lambda: run(
-            [*script, "--steps", str(steps), "--warmup", "2"], cwd=Path(peers), XLA_FLAGS=""
+            [*peer, "--steps", str(steps), "--warmup", "2"], cwd=Path(peers), XLA_FLAGS=""
         )
     return table
 

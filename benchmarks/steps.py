@@ -10,13 +10,18 @@ from distaff.train import OptimizerConfig, create_state, make_optimizer, make_tr
 from workloads import LEARNING_RATE, emit, median, peak_mb
 
 
-def parse(description: str | None) -> argparse.Namespace:
+def parser(description: str | None) -> argparse.ArgumentParser:
     """The flags of such a benchmark."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--variant", choices=["ours", "plain"], default="ours")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--dtype", default="float32")
-    return parser.parse_args()
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--variant", choices=["ours", "plain"], default="ours")
+    made.add_argument("--steps", type=int, default=10)
+    made.add_argument("--dtype", default="float32")
+    return made
+
+
+def parse(description: str | None) -> argparse.Namespace:
+    """The values of the flags."""
+    return parser(description).parse_args()
 
 
 def measure(model, loss_fn, batches, flags: argparse.Namespace) -> None:

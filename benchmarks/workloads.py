@@ -6,6 +6,7 @@ import statistics
 import sys
 import time
 
+import datasets
 import numpy as np
 
 # RoBERTa of 6 layers x 384, float32, dropout on; 16 rows of 128 tokens, 15 % of them masked.
@@ -73,6 +74,33 @@ VIT = {
     "attention_probs_dropout_prob": 0.1,
 }
 VIT_ROWS = 8
+
+
+# BERT of 4 layers x 256, float32, dropout on; 32 texts, of 128 tokens or of about 27.
+GLUE = {
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "intermediate_size": 1024,
+    "vocab_size": 30522,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "num_labels": 2,
+}
+GLUE_ROWS, GLUE_LENGTH, GLUE_MEAN = 32, 128, 27.0
+
+
+def glue_texts(count: int = 4, *, full: bool = False) -> datasets.Dataset:
+    """Texts of `count` batches, of the full length or of lengths as those of GLUE: log-normal."""
+    rng = np.random.RandomState(0)
+    rows = GLUE_ROWS * count
+    spread = 0.6
+    lengths = np.round(rng.lognormal(np.log(GLUE_MEAN) - spread**2 / 2, spread, rows))
+    lengths = np.full(rows, GLUE_LENGTH) if full else np.clip(lengths, 5, GLUE_LENGTH).astype(int)
+    ids = [rng.randint(1000, GLUE["vocab_size"], length) for length in lengths]
+    targets = rng.randint(0, GLUE["num_labels"], rows).astype(np.int32)
+    features = {"input_ids": datasets.List(datasets.Value("int32")), "target": datasets.Value("int32")}
+    return datasets.Dataset.from_dict({"input_ids": ids, "target": targets}, datasets.Features(features))
 
 
 def vit_batches(count: int = 4) -> list[dict[str, np.ndarray]]:

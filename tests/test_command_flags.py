@@ -89,6 +89,7 @@ def test_tokenizer_train(corpus, tmp_path, monkeypatch):
         "vocab_size": ("300", base),
         "min_frequency": ("20", base),
         "special_tokens": ("<x>", base),
+        "extra_ids": ("3", base),
         "lowercase": ("", base),
         "model_max_length": ("64", base),
         "overwrite_output_dir": ("", f"{base} --output_dir FOLDER/occupied"),

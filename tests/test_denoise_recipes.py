@@ -33,8 +33,7 @@ def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     for name, count, seed in (("train", 120, 0), ("validation", 31, 1)):
         (folder / f"{name}.txt").write_text("".join(f"{text}.\n" for text in sentences(count, seed)))
-    sentinels = ",".join(f"<extra_id_{number}>" for number in range(8))
-    flags = ("--train_file", str(folder / "train.txt"), "--vocab_size", "340", "--special_tokens", sentinels)
+    flags = ("--train_file", str(folder / "train.txt"), "--vocab_size", "340", "--extra_ids", "8")
     assert main(["tokenizer", "train", *flags, "--output_dir", str(folder / "tokenizer")]) == 0
     return folder
 

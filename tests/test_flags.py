@@ -108,8 +108,7 @@ def make_corpus(folder):
     write_images(folder / "classes", 12, seed=9)
     for kind in ("", "-summary", "-translation", "-labelled", "-tagged", "-answered", "-images"):
         write_set(folder, kind)
-    sentinels = ",".join(f"<extra_id_{number}>" for number in range(8))
-    words = ("tokenizer", "train", "--special_tokens", sentinels, "--vocab_size", "320")
+    words = ("tokenizer", "train", "--extra_ids", "8", "--vocab_size", "320")
     for name in ("train", "other"):
         output = ("--output_dir", str(folder / f"{name}-tokenizer"))
         assert main([*words, "--train_file", str(folder / f"{name}.txt"), *output]) == 0
@@ -292,6 +291,7 @@ OWN = {
         "problem_type": Case("regression", "program"),
         "pad_to_max_length": Case("", "train", also="--max_seq_length 32 --text_column_name brief"),
         "group_by_length": Case("False", "train", also="--max_seq_length 32 --text_column_name brief"),
+        "pack_texts": Case("", "train"),
         "class_weights": Case("1 2 3", "program"),
         "ignore_mismatched_sizes": Case("", "code", also="--model_name_or_path {checkpoint} --label_column_name score"),
     },

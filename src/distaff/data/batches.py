@@ -112,6 +112,13 @@ class Batches:
             **({"group_by_length": True} if self._grouped else {}),
         }
 
+    def pad_to(self, indices: np.ndarray, weights: np.ndarray) -> int | None:
+        """Return the `length` for `collate`, by the whole global batch, so that all processes choose alike."""
+        if self._lengths is None:
+            return self._max_length
+        longest = int(self._lengths[indices].max())
+        return next(bucket for bucket in self.buckets if bucket >= longest)
+
     def indices(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows' numbers [batch_size] int64 of the global batch, and their weights [batch_size] float32."""
         epoch, place = divmod(step, self.steps_per_epoch)
@@ -145,15 +152,11 @@ class Batches:
         return known[1]
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:
-        """Return what `collate` makes of this process's rows, every array with batch_size / process_count rows."""
+        """Return what `collate` makes of this process's batch_size / process_count rows."""
         if step < 0:
             raise UsageError(f"There is no step {step}: steps count from 0.")
         indices, weights = self.indices(step)
-        length = self._max_length
-        if self._lengths is not None:
-            # Over the whole global batch, so that all processes choose alike.
-            longest = int(self._lengths[indices].max())
-            length = next(bucket for bucket in self.buckets if bucket >= longest)
+        length = self.pad_to(indices, weights)
         local = indices[self._local]
         epoch = 0 if self._order is None else 1 + step // self.steps_per_epoch
         rows = self._dataset[local]

@@ -11,11 +11,12 @@ from distaff.core.errors import DataError
 
 def row_lengths(dataset: Any, *, column: str = "input_ids") -> np.ndarray:
     """Return the length [rows] int32 of each row's list in `column`."""
-    parts = [_list_lengths(table[column]) for table in dataset.with_format("arrow").iter(batch_size=10_000)]
+    parts = [list_lengths(table[column]) for table in dataset.with_format("arrow").iter(batch_size=10_000)]
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
 
-def _list_lengths(column: Any) -> np.ndarray:
+def list_lengths(column: Any) -> np.ndarray:
+    """Return the length [rows] int32 of each list of `column`."""
     return pc.list_value_length(column).to_numpy().astype(np.int32)
 
 
@@ -30,7 +31,7 @@ def pad_rows(column: Any, *, length: int | None, fill: int) -> tuple[np.ndarray,
 
     Without `length` the longest row decides.
     """
-    lengths = _list_lengths(column)
+    lengths = list_lengths(column)
     longest = int(lengths.max(initial=0))
     length = longest if length is None else length
     if longest > length:

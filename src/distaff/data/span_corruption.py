@@ -92,7 +92,7 @@ def sentinel_ids(tokenizer: Any) -> np.ndarray:
     if not numbers:
         raise UsageError(
             f"The tokenizer '{tokenizer.name_or_path}' has no sentinels, which stand for spans: choose T5's, or train "
-            "one with 'distaff tokenizer train --special_tokens \"<extra_id_0>,<extra_id_1>,...\"'."
+            "one with 'distaff tokenizer train --extra_ids 100'."
         )
     return np.array([vocabulary[f"<extra_id_{number}>"] for number in numbers], np.int32)
 

@@ -17,7 +17,7 @@ from distaff.models._outputs import (
 )
 from distaff.nn.act import Activation
 from distaff.nn.dropout import Dropout
-from distaff.nn.heads import LMHead, gather_positions
+from distaff.nn.heads import LMHead, first_token, gather_positions
 from distaff.nn.vocabulary import Projection
 from distaff.resizing import vocab_rows
 from distaff.weights import Row, linear, norm
@@ -161,13 +161,13 @@ class ForNextSentencePrediction(HeadModule):
 
 
 class ForSequenceClassification(HeadModule):
-    """A class, or a number, for the whole text."""
+    """A class, or a number, for the whole text; for each of several in a row with `first_tokens` `[batch, texts]`."""
 
     add_pooling_layer = True
 
     @nn.compact
     def __call__(self, *inputs, **options) -> FlaxSequenceClassifierOutput:
-        """Return logits `[batch, num_labels]`."""
+        """Return logits `[batch, num_labels]`, or `[batch, texts, num_labels]`."""
         outputs = self.base()(*inputs, **options)
         pooled = self.dropout(outputs.pooler_output, options)
         logits = self.dense(self.config.num_labels, "classifier")(pooled)
@@ -175,17 +175,20 @@ class ForSequenceClassification(HeadModule):
 
 
 class ForSequenceClassificationByDense(HeadModule):
-    """A class, or a number, for the whole text, by a dense layer with an activation on the first token."""
+    """A class, or a number, for the whole text, by a dense layer with an activation on the first token.
+
+    With `first_tokens` `[batch, texts]` for each of several texts in a row.
+    """
 
     def classifier_activation(self) -> Activation:
         """Return the activation between the two dense layers."""
         return jnp.tanh
 
     @nn.compact
-    def __call__(self, *inputs, **options) -> FlaxSequenceClassifierOutput:
-        """Return logits `[batch, num_labels]`."""
+    def __call__(self, *inputs, first_tokens=None, **options) -> FlaxSequenceClassifierOutput:
+        """Return logits `[batch, num_labels]`, or `[batch, texts, num_labels]`."""
         outputs = self.base()(*inputs, **options)
-        first = self.dropout(outputs.last_hidden_state[:, 0], options)
+        first = self.dropout(first_token(outputs.last_hidden_state, first_tokens), options)
         inner = self.classifier_activation()(self.dense(first.shape[-1], "classifier_dense")(first))
         logits = self.dense(self.config.num_labels, "classifier_out")(self.dropout(inner, options))
         return FlaxSequenceClassifierOutput(logits, outputs.hidden_states, outputs.attentions)

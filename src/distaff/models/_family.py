@@ -131,6 +131,8 @@ class FlaxTextModel(FlaxPreTrainedModel):
     accepts_masked_positions: ClassVar[bool] = False
     # Names of arrays that the head takes beside the usual ones.
     further_inputs: ClassVar[tuple[str, ...]] = ()
+    # Whether the mask may be [batch, queries, keys], for packed rows.
+    accepts_pairwise_mask: ClassVar[bool] = False
     input_rank: ClassVar[int] = 2
 
     def __call__(  # type: ignore[override]
@@ -151,7 +153,8 @@ class FlaxTextModel(FlaxPreTrainedModel):
     ):
         """Return the head's output for ids, mask, types and positions, each `[batch, length]`.
 
-        The mask is non-zero where a token may be attended, all ones by default. A masked LM takes `masked_positions`
+        The mask is non-zero where a token may be attended, all ones by default; where `accepts_pairwise_mask`, it may
+        be `[batch, queries, keys]`. A masked LM takes `masked_positions`
         `[batch, count]` and computes logits there alone. `output_*` and `return_dict` default to the config's.
         `further` are the head's `further_inputs`.
 
@@ -196,6 +199,11 @@ class FlaxTextModel(FlaxPreTrainedModel):
         """The greatest length of a row, in tokens."""
         return self.config.max_position_embeddings
 
+    @property
+    def first_position(self) -> int:
+        """The position of a text's first token."""
+        return 0
+
     def check_shapes(self, input_ids, *others) -> None:
         """Raise `DataError` unless `input_ids` has a shape that the head takes and the other inputs have the same."""
         shape = np.shape(input_ids)
@@ -207,7 +215,8 @@ class FlaxTextModel(FlaxPreTrainedModel):
         if shape[-1] == 0:
             raise DataError(f"input_ids is {list(shape)}, rows without a token: there is nothing to compute.")
         for name, other in zip(("attention_mask", "token_type_ids", "position_ids"), others, strict=True):
-            if other is not None and np.shape(other) != shape:
+            pairwise = self.accepts_pairwise_mask and name == "attention_mask" and len(shape) == 2
+            if other is not None and np.shape(other) not in (shape, (*shape, shape[-1]) if pairwise else shape):
                 raise DataError(
                     f"{name} is {list(np.shape(other))} and input_ids {list(shape)}: give both the same shape."
                 )

@@ -155,9 +155,9 @@ class BertModule(nn.Module):
             **self.dtypes,
         }
 
-    def pool(self, hidden: jax.Array) -> jax.Array:
-        """Return `[batch, embed]` for `hidden` `[batch, length, embed]`."""
-        return Pooler(self.config.initializer_range, **self.dtypes, name="pooler")(hidden)
+    def pool(self, hidden: jax.Array, first_tokens: jax.Array | None) -> jax.Array:
+        """Return `[batch, embed]`, or `[batch, texts, embed]`, for `hidden` `[batch, length, embed]`."""
+        return Pooler(self.config.initializer_range, **self.dtypes, name="pooler")(hidden, first_tokens)
 
     @nn.compact
     def __call__(
@@ -167,11 +167,15 @@ class BertModule(nn.Module):
         token_type_ids: jax.Array | None = None,
         position_ids: jax.Array | None = None,
         *,
+        first_tokens: jax.Array | None = None,
         deterministic: bool = True,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
     ) -> FlaxBaseModelOutputWithPooling:
-        """Encode `input_ids` `[batch, length]`; the other inputs have its shape."""
+        """Encode `input_ids` `[batch, length]`; the other inputs have its shape.
+
+        Packed rows have a mask `[batch, queries, keys]`, and the pooler the starts of their texts `[batch, texts]`.
+        """
         config = self.config
         if position_ids is None:
             self.check_length(input_ids.shape[1])
@@ -194,7 +198,7 @@ class BertModule(nn.Module):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        pooled = self.pool(outputs.last) if self.add_pooling_layer else None
+        pooled = self.pool(outputs.last, first_tokens) if self.add_pooling_layer else None
         return FlaxBaseModelOutputWithPooling(outputs.last, pooled, outputs.hidden_states, outputs.attentions)
 
 
@@ -278,6 +282,7 @@ class FlaxBertPreTrainedModel(FlaxTextModel):
 
     config_class: ClassVar[Any] = BertConfig
     base_model_prefix = "bert"
+    accepts_pairwise_mask = True
     # A buffer that old versions of Transformers saved.
     ignored_keys = (r"(^|\.)embeddings\.position_ids$",)
 
@@ -347,6 +352,7 @@ class FlaxBertForSequenceClassification(FlaxBertPreTrainedModel):
     """Classification or regression of texts and pairs of texts."""
 
     module_class = BertForSequenceClassificationModule
+    further_inputs = ("first_tokens",)
     head_rows = staticmethod(lambda config: new_linear("classifier"))
 
 

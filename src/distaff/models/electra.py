@@ -208,6 +208,7 @@ class FlaxElectraForSequenceClassification(FlaxElectraPreTrainedModel):
     """Classification or regression of texts and pairs of texts."""
 
     module_class = ElectraForSequenceClassificationModule
+    further_inputs = ("first_tokens",)
     head_rows = staticmethod(dense_classification_rows)
 
 

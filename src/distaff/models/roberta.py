@@ -93,6 +93,11 @@ class FlaxRobertaPreTrainedModel(FlaxBertPreTrainedModel):
         """The greatest length of a row, in tokens."""
         return RobertaModule.longest(self.config)
 
+    @property
+    def first_position(self) -> int:
+        """The position of a text's first token."""
+        return self.config.pad_token_id + 1
+
     @classmethod
     def check_config(cls, config) -> None:
         """Raise `ConfigError` for what is not implemented."""
@@ -131,6 +136,7 @@ class FlaxRobertaForSequenceClassification(FlaxRobertaPreTrainedModel):
     """Classification or regression of texts and pairs of texts."""
 
     module_class = RobertaForSequenceClassificationModule
+    further_inputs = ("first_tokens",)
     head_rows = staticmethod(dense_classification_rows)
 
 

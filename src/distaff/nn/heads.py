@@ -16,6 +16,14 @@ def gather_positions(hidden: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.take_along_axis(hidden, positions[..., None], axis=1)
 
 
+def first_token(hidden: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    """Return what of `hidden` `[batch, length, embed]` stands for a whole text: `[batch, embed]`.
+
+    Packed rows hold several texts, which start at `positions` `[batch, texts]`: then `[batch, texts, embed]`.
+    """
+    return hidden[:, 0] if positions is None else gather_positions(hidden, positions)
+
+
 class Decoder(nn.Module):
     """The weights of a projection to the vocabulary that is not tied to the embeddings."""
 
@@ -71,8 +79,8 @@ class Pooler(nn.Module):
     param_dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, hidden: jax.Array) -> jax.Array:
-        """Return `[batch, embed]` for `hidden` `[batch, length, embed]`."""
+    def __call__(self, hidden: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """Return `[batch, embed]` for `hidden` `[batch, length, embed]`; `positions` as in `first_token`."""
         dense = nn.Dense(
             hidden.shape[-1],
             kernel_init=nn.initializers.normal(self.initializer_range),
@@ -80,4 +88,4 @@ class Pooler(nn.Module):
             param_dtype=self.param_dtype,
             name="dense",
         )
-        return jnp.tanh(dense(hidden[:, 0]))
+        return jnp.tanh(dense(first_token(hidden, positions)))

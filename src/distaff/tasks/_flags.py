@@ -20,7 +20,7 @@ TRAINING_ONLY = frozenset(
     "adam_epsilon adafactor max_grad_norm lr_scheduler_type warmup_steps num_train_epochs max_steps logging_steps "
     "eval_steps save_steps save_total_limit debug_nans report_to push_to_hub hub_model_id hub_private_repo "
     "max_train_samples streaming num_train_steps num_eval_samples shuffle_buffer_size preview "
-    "label_smoothing_factor freeze load_best_model_at_end metric_for_best_model greater_is_better "
+    "label_smoothing_factor pack_texts freeze load_best_model_at_end metric_for_best_model greater_is_better "
     "early_stopping_patience early_stopping_threshold class_weights ignore_mismatched_sizes "
     "random_resized_crop min_crop_area horizontal_flip mixup_alpha".split()
 )

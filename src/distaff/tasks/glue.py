@@ -6,23 +6,21 @@
     distaff eval glue --model_name_or_path bert-sst2 --do_predict --test_file test.tsv --output_dir out
 
 Labels: see `_labels.py`; the config keeps their names. Rows of similar lengths come together and are padded to the
-smallest of four lengths that they fit in. Predictions stand in `predict_results.csv`, a line a row in the order of the
+smallest of four lengths that they fit in. With `--pack_texts` (BERT, RoBERTa, ELECTRA) a row in training holds several
+texts that do not see each other: the same losses and gradients, and short texts cost what they are long. Predictions stand in `predict_results.csv`, a line a row in the order of the
 rows, with the probability of each class.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 from distaff.core.errors import DataError, UsageError, listed
-from distaff.core.tree import Tree
 from distaff.data.batches import Batches
 from distaff.data.columns import row_lengths
 from distaff.data.labelled import (
@@ -33,10 +31,12 @@ from distaff.data.labelled import (
     load_labelled,
     tokenize_labelled,
 )
+from distaff.data.packing import PackedBatches
 from distaff.data.text import check_ids, split_validation
 from distaff.models.auto import FlaxAutoModelForSequenceClassification
 from distaff.tasks import _finetune as finetune
 from distaff.tasks import _recipe as recipes
+from distaff.tasks._class_losses import classification_loss, count_tokens, logits_of, regression_loss
 from distaff.tasks._class_scores import CLASS_FIGURES, NUMBER_FIGURES, class_figures, number_figures
 from distaff.tasks._finetune import Finetuning, HeldOut, Outputs
 from distaff.tasks._finetune_flags import FinetuneTextFlags
@@ -80,6 +80,7 @@ class GlueFlags(FinetuneTextFlags):
     skip_blank_rows: bool = flag(False, "Leave out rows without text or label, instead of refusing them.")
     problem_type: str | None = flag(None, f"{CLASSIFICATION} or {REGRESSION}, by default as the labels look.")
     group_by_length: bool = flag(True, "Put rows of similar lengths together, so that short ones are padded little.")
+    pack_texts: bool = flag(False, "Train on rows that hold several texts, each attending to itself alone.")
     class_weights: list[str] = flag(
         [], "Weights of the classes in the loss, in the order of their ids, or 'balanced'.", nargs="+"
     )
@@ -96,6 +97,8 @@ class GlueFlags(FinetuneTextFlags):
                 self.dataset_name, self.dataset_config_name = HUB_SET, self.task_name
         if self.problem_type not in (None, CLASSIFICATION, REGRESSION):
             raise UsageError(f"--problem_type '{self.problem_type}' is neither {CLASSIFICATION} nor {REGRESSION}.")
+        if self.pack_texts and self.pad_to_max_length:
+            raise UsageError("--pack_texts and --pad_to_max_length contradict each other: leave one out.")
         if self.do_predict and not (self.test_file or self.dataset_name):
             raise UsageError("--do_predict has nothing to predict for: give --test_file.")
 
@@ -191,65 +194,30 @@ class Side:
         check_ids(dataset, vocab_size=self.model.config.vocab_size)
         longest = -(-int(row_lengths(dataset).max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
         pad = self.tokenizer.pad_token_id
+        pad_id = 0 if pad is None else pad
+        options: dict[str, Any] = {
+            "batch_size": size,
+            "seed": flags.seed,
+            "shuffle": shuffle,
+            "max_length": self.length if flags.pad_to_max_length else min(self.length, longest),
+            "process_index": jax.process_index(),
+            "process_count": jax.process_count(),
+        }
+        if flags.pack_texts and shuffle:
+            return PackedBatches(
+                dataset,
+                pad_id=pad_id,
+                first_position=self.model.first_position,
+                multiple=size // flags.per_device_train_batch_size,
+                **options,
+            )
         return Batches(
             dataset,
-            collate=LabelledCollate(0 if pad is None else pad),
-            batch_size=size,
-            seed=flags.seed,
-            shuffle=shuffle,
-            max_length=self.length if flags.pad_to_max_length else min(self.length, longest),
+            collate=LabelledCollate(pad_id),
             pad_to_max_length=flags.pad_to_max_length,
             group_by_length=flags.group_by_length,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            **options,
         )
-
-
-# Model, loss and figures.
-
-
-def logits_of(model: Any, params: Tree, batch: Mapping[str, jax.Array], rng: jax.Array | None) -> jax.Array:
-    """Return `[batch, labels]` float32."""
-    types = {name: batch[name] for name in ("token_type_ids",) if name in batch}
-    outputs = model(
-        batch["input_ids"],
-        batch["attention_mask"],
-        **types,
-        params=params,
-        dropout_rng=rng,
-        train=rng is not None,
-    )
-    return outputs.logits.astype(jnp.float32)
-
-
-def classification_loss(
-    model: Any,
-    class_weights: tuple[float, ...] | None,
-    label_smoothing: float,
-    params: Tree,
-    batch: Mapping[str, jax.Array],
-    rng: jax.Array | None,
-) -> dict[str, tuple[Any, Any]]:
-    """Sum the cross-entropy over rows, each weighed by the weight of its class.
-
-    With label smoothing s a row costs (1 - s) log p(label) + s mean(log p(any class)), with its sign turned.
-    """
-    logits = logits_of(model, params, batch, rng)
-    wanted = jax.nn.one_hot(batch["targets"], logits.shape[-1])
-    losses = optax.softmax_cross_entropy(logits, optax.smooth_labels(wanted, label_smoothing))
-    weights = batch["weights"]
-    if class_weights is not None:
-        weights = weights * jnp.asarray(class_weights, jnp.float32)[batch["targets"]]
-    hits = (logits.argmax(-1) == batch["targets"]) * batch["weights"]
-    return {"loss": (jnp.sum(losses * weights), jnp.sum(weights)), "accuracy": (hits.sum(), batch["weights"].sum())}
-
-
-def regression_loss(
-    model: Any, params: Tree, batch: Mapping[str, jax.Array], rng: jax.Array | None
-) -> dict[str, tuple[Any, Any]]:
-    """Sum the squared error over rows."""
-    errors = logits_of(model, params, batch, rng)[:, 0] - batch["targets"]
-    return {"loss": (jnp.sum(errors**2 * batch["weights"]), jnp.sum(batch["weights"]))}
 
 
 def class_weights_of(flags: GlueFlags, labels: Labels, targets: np.ndarray) -> tuple[float, ...] | None:
@@ -270,6 +238,9 @@ def class_weights_of(flags: GlueFlags, labels: Labels, targets: np.ndarray) -> t
             f"--class_weights must be {len(labels.names)} positive numbers, one each for {listed(labels.names)}."
         )
     return weights
+
+
+# Figures and predictions.
 
 
 @dataclass(frozen=True)
@@ -329,6 +300,8 @@ def prepare(flags: GlueFlags, sizes: tuple[int, int]) -> Finetuning:
             f"The model reads a text at its end of sentence, token {config.eos_token_id}, and the tokenizer does not "
             "put it there: take the model's tokenizer, or set eos_token_id by --config_overrides."
         )
+    if flags.pack_texts and "first_tokens" not in model.further_inputs:
+        raise UsageError(f"--pack_texts is not for {config.model_type} models: leave it out.")
     longest = recipes.LONGEST_BY_DEFAULT if model.longest_input is None else model.longest_input
     side = Side(model, tokenizer, labels, recipes.row_length(flags, tokenizer, longest))
 
@@ -362,7 +335,7 @@ def prepare(flags: GlueFlags, sizes: tuple[int, int]) -> Finetuning:
         evaluations={name: held_out(rows, need_label=True) for name, rows in evaluations.items()},
         tests={name: held_out(rows, need_label=False) for name, rows in tests.items()},
         labelled=lambda held: held.rows.labelled,
-        tokens=lambda batch: int(batch["attention_mask"].sum()),
+        tokens=count_tokens,
     )
 
 

@@ -49,6 +49,7 @@ class TokenizerFlags:
     special_tokens: str | None = field(
         default=None, metadata={"help": "Special tokens beside the usual ones, separated by commas."}
     )
+    extra_ids: int = field(default=0, metadata={"help": "T5's sentinels: so many, from <extra_id_0> on (T5 has 100)."})
     lowercase: bool = field(default=False, metadata={"help": "Lower the case; with wordpiece, drop accents too."})
     model_max_length: int = field(default=512, metadata={"help": "Longest input of the model to come, in tokens."})
     overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace a tokenizer in the folder."})
@@ -155,6 +156,7 @@ def train_tokenizer(texts: Iterable[list[str]], *, flags: TokenizerFlags) -> Pre
     """Return a tokenizer trained on lists of texts; a corpus that is too small for `vocab_size` gives what it holds."""
     recipe = RECIPES[flags.algorithm]
     extra = [token.strip() for token in (flags.special_tokens or "").split(",") if token.strip()]
+    extra += [f"<extra_id_{number}>" for number in range(flags.extra_ids)]
     # Like RoBERTa's, a mask stands for a word with the space before it.
     mask = AddedToken(recipe.special["mask_token"], lstrip=not recipe.token_types, special=True)
     special = [mask if token == mask.content else token for token in dict.fromkeys([*recipe.special.values(), *extra])]
@@ -240,6 +242,8 @@ def _checked(flags: TokenizerFlags) -> Path:
     for name in ("vocab_size", "min_frequency", "model_max_length"):
         if getattr(flags, name) < 1:
             raise UsageError(f"--{name} is {getattr(flags, name)}: it must be at least 1.")
+    if flags.extra_ids < 0:
+        raise UsageError(f"--extra_ids is {flags.extra_ids}: it must be 0 or more.")
     held = [name for name in VOCABULARIES if flags.output_dir and (Path(flags.output_dir) / name).exists()]
     if held and not flags.overwrite_output_dir:
         raise UsageError(

@@ -5,6 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -95,7 +96,7 @@ class Run:
             start=self.step,
             stop=config.total_steps,
             place=lambda batch: place_rows(batch, self.mesh, accumulation=config.accumulation),
-            measure=self._size,
+            measure=partial(self._size, getattr(batches, "examples", None)),
             # Of several processes none may leave alone: they agree after a step.
             waiting=lambda: bool(self.stop) and jax.process_count() == 1,
         )
@@ -281,9 +282,9 @@ class Run:
             return self.step / self.config.steps_per_epoch
         return None if self.position is None else self.position.get("epoch")
 
-    def _size(self, batch: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the rows and tokens of a host batch."""
-        rows = len(jax.tree.leaves(batch)[0])
+    def _size(self, examples: Callable[[Any], int] | None, batch: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the examples, of which each row is one unless `examples` counts them, and tokens of a host batch."""
+        rows = len(jax.tree.leaves(batch)[0]) if examples is None else examples(batch)
         count = self.hooks.tokens_per_batch
         if isinstance(count, str):
             return rows, int(np.sum(batch[count]))
