@@ -5,8 +5,10 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Half the time to compile; what tiny programs take to run does not count.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+
+import quick_xla
+
+os.environ.setdefault("XLA_FLAGS", quick_xla.flags())
 
 from pathlib import Path
 
