@@ -1,4 +1,16 @@
-"""T5's pretraining, span corruption: the encoder reads text with holes, the decoder writes what was in them."""
+"""T5's pretraining, span corruption: the encoder reads text with holes, the decoder writes what was in them.
+
+    distaff tokenizer train --train_file train.txt --vocab_size 2000 --extra_ids 100 --output_dir tokens
+    distaff config create --model_type t5 --tokenizer_name tokens --output_dir small --config_overrides \\
+      d_model=192,d_kv=48,d_ff=512,num_layers=3,num_decoder_layers=3,num_heads=4,feed_forward_proj=gated-gelu
+    distaff train t5-mlm --output_dir t5-play --config_name small --config_overrides dropout_rate=0.0 \\
+        --tokenizer_name tokens --train_file train.txt --validation_file validation.txt --max_seq_length 128 \\
+        --per_device_train_batch_size 16 --max_steps 1500 --adafactor --learning_rate 5e-3 --warmup_steps 200 \\
+        --lr_scheduler_type inverse_sqrt
+
+On tinyshakespeare (1.0 million characters) this reaches 4.24 nats a token of the validation targets, in 10 minutes on
+two cores; the frequencies of tokens in the training targets alone give 5.55.
+"""
 
 import logging
 from dataclasses import dataclass
