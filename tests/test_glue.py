@@ -191,7 +191,7 @@ def tuning(corpus, trained):
 def test_figures_are_the_same_for_any_batch_and_number_of_devices(tuning):
     found = []
     for size in (1, 3, 8, 32):
-        for devices in (1, 2):
+        for devices in (1, 2, 4):
             made = tuning(size, pad_to_max_length=size == 3, max_seq_length=32)
             mesh = make_mesh(devices=jax.devices()[:devices])
             found.append(finetune.figures(made, made.evaluations[""], made.model.params, None, mesh, "{}"))
