@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from distaff.core.errors import UsageError
+from distaff.core.errors import CheckpointError, UsageError
 from distaff.core.mesh import make_mesh
 from distaff.train import LoopConfig, OptimizerConfig, Selection, fit, make_optimizer
 from distaff.train.checkpoint import complete_steps
@@ -108,6 +108,14 @@ def test_a_run_whose_patience_ended_does_not_go_on(tmp_path):
     run(tmp_path, selection={"patience": 2})
     result, evaluations = run(tmp_path, selection={"patience": 2}, resume="newest")
     assert (result.step, evaluations) == (5, 0)
+
+
+def test_a_best_step_that_was_not_kept_is_missed_before_the_work(tmp_path):
+    run(tmp_path, 4, selection={"reload": False})
+    with pytest.raises(CheckpointError, match=r"lacks the checkpoint of step 3, the best one.*go on without taking it"):
+        run(tmp_path, resume="newest")
+    result, evaluations = run(tmp_path, resume="newest", selection={"reload": False})
+    assert (result.step, result.best.step, evaluations) == (8, 3, 4)
 
 
 def test_what_cannot_be_is_refused(tmp_path):

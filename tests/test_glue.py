@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import datasets
 import jax
@@ -20,6 +21,8 @@ from distaff.hub import open_tokenizer
 from distaff.tasks import _finetune as finetune
 from distaff.tasks import glue
 from distaff.tasks._class_scores import class_figures, number_figures
+from distaff.train import FitResult, Selection
+from distaff.train.best import Best
 from labelled_cases import KINDS, SHAPE, make_tokenizer, predicted, results, rows, run, write
 from recipe_cases import as_if_killed, logged, one_line
 
@@ -155,6 +158,39 @@ def test_constant_predictions_have_no_correlation(corpus, tmp_path, capsys):
     assert results(tmp_path / "out")["eval_pearson"] is None
     assert "the predictions are all the same; it is written as null" in capsys.readouterr().err
     assert "NaN" not in (tmp_path / "out" / "all_results.json").read_text()
+
+
+def test_what_is_not_defined_stays_so_where_a_finished_run_is_gone_on_with(corpus, tmp_path):
+    words = ("--train_file", write(tmp_path / "a.csv", [{"text": "the cat", "label": 0.5}] * 8), "--max_steps", 1)
+    flags = ("--output_dir", tmp_path / "out", *scratch(corpus), *words, "--validation_file", tmp_path / "a.csv")
+    assert run("train", *flags) == 0
+    first = results(tmp_path / "out")
+    assert run("train", *flags, "--resume_from_checkpoint") == 0
+    assert results(tmp_path / "out") == first
+    assert first["eval_pearson"] is None
+
+
+def test_the_card_has_the_figures_of_the_step_that_is_taken(trained):
+    """And the log those of all evaluations."""
+    card = (trained / "README.md").read_text()
+    names = ("loss", "accuracy", "f1", "matthews_correlation")
+    assert all(f"| {name} | {results(trained)[f'eval_{name}']:.5g} |" in card for name in names)
+    assert f"| step | epoch | {' | '.join(f'eval_{name}' for name in names)} |" in card
+    rows = [row for row in logged(trained) if "eval_f1" in row]
+    assert len(rows) == 3
+    for row in rows:
+        figures = " | ".join(f"{row[f'eval_{name}']:.5g}" for name in names)
+        assert f"| {row['step']} | {row['epoch']:.5g} | {figures} |" in card
+
+
+def test_figures_of_the_last_step_do_not_stand_beside_those_of_the_best(tmp_path):
+    """An evaluation may have figures that another lacks: of types that no span is of."""
+    best = Best(Selection(metric="eval_f1"), step=2, metrics={"epoch": 1.0, "eval_f1": 0.5})
+    last = {"epoch": 2.0, "loss": 0.1, "eval_f1": 0.4, "eval_PER_f1": 0.3}
+    result = FitResult(state=None, step=4, metrics=last, interrupted=None, compilations={}, best=best)
+    assert finetune._measured(result, tmp_path) == {"epoch": 1.0, "loss": 0.1, "eval_f1": 0.5, "best_step": 2}
+    result = replace(result, best=Best(Selection(metric="eval_f1", reload=False), step=2, metrics=best.metrics))
+    assert finetune._measured(result, tmp_path) == last
 
 
 def test_figures_are_those_of_the_libraries():
@@ -379,6 +415,7 @@ def test_parquet_with_numbers_as_labels(tmp_path):
         ("a.csv", b"sentence,label\nfine,\nfine,bad\n", "a.csv, line 2: the label is blank"),
         ("a.csv", b"sentence,label\nfine,good\nfine\n", "a.csv, line 3: 1 fields where the header has 2"),
         ("a.csv", b"sentence,label\nfine,good,more\n", "a.csv, line 2: 3 fields where the header has 2"),
+        ("a.csv", b"sentence,label,sentence\na,good,b\n", "a.csv, line 1: 2 columns are called 'sentence'"),
         ("a.csv", b"sentence,label\nz\xfcrich,good\n", "a.csv, line 2: byte 0xfc at offset 16 is not UTF-8"),
         ("a.jsonl", b'{"text": "a", "label": 1}\n\n{"text": \n', "a.jsonl, line 3: not valid JSON"),
         ("a.jsonl", b'{"text": "a", "label": 1}\n{"text": "b"}\n', "a.jsonl, line 2: no column 'label'"),

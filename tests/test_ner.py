@@ -193,6 +193,16 @@ def test_the_best_step_is_kept_by_the_figure_of_a_type(corpus, tmp_path):
     assert results(tmp_path)["eval_LOC_f1"] == best
 
 
+def test_a_type_that_the_evaluation_lacks_is_no_better_than_any(corpus, trained, tmp_path, capsys):
+    (tmp_path / "few.conll").write_text("the\tO\nhill\tO\n")
+    flags = ("--eval_steps", 1, "--load_best_model_at_end", "--metric_for_best_model", "PER_f1", "--max_steps", 2)
+    words = (*flags, "--return_entity_level_metrics", "--learning_rate", 0, "--output_dir", tmp_path / "out")
+    fixed = ("--model_name_or_path", trained, "--validation_file", tmp_path / "few.conll")
+    assert run("train", corpus, *words, *fixed) == 0
+    assert "No evaluation had a finite PER_f1" in capsys.readouterr().err
+    assert results(tmp_path / "out")["eval_PER_f1"] is None
+
+
 def test_stopped_and_resumed_is_as_uninterrupted(corpus, tmp_path):
     flags = ("--save_steps", 4, "--logging_steps", 2, "--max_steps", 8)
     assert run("train", corpus, *flags, "--output_dir", tmp_path / "whole") == 0

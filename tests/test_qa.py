@@ -310,6 +310,10 @@ REFUSED = {
         "line 2: the answer 'ada' is not at answer_start 1",
     ),
     "context": ({"context": ""}, "line 2: the context is empty"),
+    "nothing to read": (
+        {"context": "\u200b \x00", "answers": {"text": [], "answer_start": []}},
+        "line 2: the context is empty",
+    ),
     "id": ({"id": "1-0"}, "line 2: the id '1-0' is that of"),
 }
 

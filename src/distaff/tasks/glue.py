@@ -7,8 +7,8 @@
 
 Labels: see `_labels.py`; the config keeps their names. Rows of similar lengths come together and are padded to the
 smallest of four lengths that they fit in. With `--pack_texts` (BERT, RoBERTa, ELECTRA) a row in training holds several
-texts that do not see each other: the same losses and gradients, and short texts cost what they are long. Predictions stand in `predict_results.csv`, a line a row in the order of the
-rows, with the probability of each class.
+texts that do not see each other: the same losses and gradients, and short texts cost what they are long. Predictions
+stand in `predict_results.csv`, a line a row in the order of the rows, with the probability of each class.
 """
 
 import math

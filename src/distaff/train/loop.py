@@ -8,7 +8,7 @@ interrupted one are saved.
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,7 @@ def fit(
     source = _find_source(config, output)
     state = create_state(params, tx, mesh=mesh, seed=config.seed, shardings=param_shardings, carried=carried)
     state, meta = _restored(state, source, config=config, batches=batches)
+    best = _best_before(config, meta, output, source)
     if output is not None and source is not None:
         leave_behind(output, int(jax.device_get(state.step)))
     hooks = Hooks(
@@ -121,7 +122,7 @@ def fit(
         schedule=schedule,
         donate=not config.debug_nans,
     )
-    window, best = window_from_json(meta.get("window"), mesh), _best_before(config, meta)
+    window = window_from_json(meta.get("window"), mesh)
     if on_start is not None:
         on_start()
     result = _drive(
@@ -146,12 +147,16 @@ def _check(config: LoopConfig, eval_batches: Batches | None, score: Score | None
     check_reporters(config.report_to)
 
 
-def _best_before(config: LoopConfig, meta: dict[str, Any]) -> Best | None:
+def _best_before(
+    config: LoopConfig, meta: dict[str, Any], output: Path | None, source: tuple[Path, int | None] | None
+) -> Best | None:
     """Return the best evaluation before the checkpoint that `meta` is of, None where none is chosen."""
     if config.selection is None:
         return None
     best = Best(config.selection)
     best.take(meta.get("best"))
+    if best.step is not None and best.selection.reload:
+        _best_folder(best.step, output, source)  # better missed now than after the work
     return best
 
 
@@ -205,16 +210,19 @@ def _reloaded(result: FitResult, output: Path, source: tuple[Path, int | None] |
     best = result.best
     if best is None or best.step is None or not best.selection.reload or result.interrupted:
         return result
-    folders = [output / CHECKPOINTS, *([] if source is None else [source[0]])]
-    return replace(result, state=_best_state(result.state, best.step, folders))
+    return replace(result, state=read_trained(_best_folder(best.step, output, source), result.state))
 
 
-def _best_state(state: TrainState, step: int, folders: Sequence[Path]) -> TrainState:
-    """Return `state` with the parameters of `step`, from the first of the folders of checkpoints that holds it."""
+def _best_folder(step: int, output: Path | None, source: tuple[Path, int | None] | None) -> Path:
+    """Return the checkpoint of the best step, of this run or of the one that it went on from."""
+    folders = [*([] if output is None else [output / CHECKPOINTS]), *([] if source is None else [source[0]])]
     for folder in folders:
         if step in complete_steps(folder):
-            return read_trained(folder / str(step), state)
-    raise CheckpointError(f"{folders[0]} lacks the checkpoint of step {step}, the best one: train anew.")
+            return folder / str(step)
+    raise CheckpointError(
+        f"{folders[0]} lacks the checkpoint of step {step}, the best one, which only a run that takes the best at its "
+        "end keeps: go on without taking it, or train anew."
+    )
 
 
 def _find_source(config: LoopConfig, output: Path | None) -> tuple[Path, int | None] | None:
