@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from distaff.core.errors import CheckpointError, UsageError
+from distaff.core.errors import UsageError
 from distaff.core.mesh import make_mesh
 from distaff.train import LoopConfig, OptimizerConfig, Selection, fit, make_optimizer
 from distaff.train.checkpoint import complete_steps
@@ -110,12 +110,12 @@ def test_a_run_whose_patience_ended_does_not_go_on(tmp_path):
     assert (result.step, evaluations) == (5, 0)
 
 
-def test_a_best_step_that_was_not_kept_is_missed_before_the_work(tmp_path):
+def test_a_best_step_whose_checkpoint_is_gone_is_no_choice(tmp_path, caplog):
+    """A run that did not reload has not kept it; the next one takes the best of its own steps, and says so."""
     run(tmp_path, 4, selection={"reload": False})
-    with pytest.raises(CheckpointError, match=r"lacks the checkpoint of step 3, the best one.*go on without taking it"):
-        run(tmp_path, resume="newest")
-    result, evaluations = run(tmp_path, resume="newest", selection={"reload": False})
-    assert (result.step, result.best.step, evaluations) == (8, 3, 4)
+    result, _ = run(tmp_path, resume="newest", selection={"patience": 2})
+    assert "The checkpoint of step 3, the best before, is gone: the best from here on is taken." in caplog.text
+    assert (result.step, result.best.step, float(result.state.params["w"][0])) == (8, 6, 6)
 
 
 def test_what_cannot_be_is_refused(tmp_path):

@@ -272,6 +272,20 @@ def made_labels():
     return glue.Labels(KINDS)
 
 
+@pytest.mark.parametrize("labels", [("new", "other"), ("new", "other", "more", "most"), ("0.5", "1.5")])
+def test_a_head_of_other_classes_is_new_where_that_is_asked_for(trained, tmp_path, capsys, labels):
+    train = write(tmp_path / "a.csv", [{"text": "the cat", "label": label} for label in labels])
+    words = ("--model_name_or_path", trained, "--train_file", train, "--do_eval", "False", "--max_steps", 1)
+    assert run("train", "--output_dir", tmp_path / "out", *words) == 2
+    line = one_line(capsys)
+    assert "The checkpoint tells 3 labels apart (bad, good, mixed), and the data have" in line
+    assert "begin with a new head by --ignore_mismatched_sizes" in line
+    assert not list((tmp_path / "out").iterdir())
+    assert run("train", "--output_dir", tmp_path / "out", *words, "--ignore_mismatched_sizes") == 0
+    numbers = labels[0] == "0.5"
+    assert AutoConfig.from_pretrained(tmp_path / "out").num_labels == (1 if numbers else len(labels))
+
+
 def test_both_sets_of_mnli(corpus, tmp_path):
     """A folder with the splits and the class names of the Hub's."""
     names = ["entailment", "neutral", "contradiction"]

@@ -10,7 +10,7 @@ import io
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -139,7 +139,7 @@ def _measured(result: FitResult, folder: Path) -> dict[str, float]:
         return metrics
     name = best.selection.metric.removeprefix("eval_")
     if best.step is None:
-        logger.warning("No evaluation had a finite %s: the parameters of the last step are taken.", name)
+        logger.warning("No step is the best by %s: the parameters of the last one are taken.", name)
         return metrics
     logger.info("The parameters of step %d are taken, the best by %s.", best.step, name)
     trained = {name: value for name, value in metrics.items() if not name.startswith("eval_")}
@@ -303,6 +303,20 @@ def selection(flags: FinetuneFlags, tuning: Finetuning) -> Selection | None:
 
 
 # Parameters.
+
+
+def check_head(flags: Any, config: Any, known: Sequence[str], names: Sequence[str], *, head: str) -> bool:
+    """Tell whether the checkpoint of `config` has a `head` ("ForImageClassification") that learns `names`.
+
+    Raises `UsageError` where it tells another number of labels apart (it knows `known`) and may not be made anew.
+    """
+    there = flags.model_name_or_path is not None and any(head in name for name in config.architectures or ())
+    if there and len(known) != len(names) and not flags.ignore_mismatched_sizes:
+        raise UsageError(
+            f"The checkpoint tells {len(known)} labels apart ({listed(known, 3)}), and the data have {len(names)} "
+            f"({listed(names, 3)}): begin with a new head by --ignore_mismatched_sizes."
+        )
+    return there and len(known) == len(names)
 
 
 def trained_mask(params: Tree, frozen: list[str]) -> Tree | None:

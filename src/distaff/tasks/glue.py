@@ -284,6 +284,8 @@ def prepare(flags: GlueFlags, sizes: tuple[int, int]) -> Finetuning:
     recipes.check_vocabulary(tokenizer, config)
     train, evaluations, tests = read_sets(flags)
     labels = labels_of(config, train, flags.problem_type)
+    known = [config.id2label[index] for index in range(config.num_labels)]
+    finetune.check_head(flags, config, known, labels.names or ("numbers",), head="ForSequenceClassification")
     labels.put_into(config)
     if tokenizer.pad_token_id is not None and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = tokenizer.pad_token_id

@@ -155,8 +155,10 @@ def _best_before(
         return None
     best = Best(config.selection)
     best.take(meta.get("best"))
-    if best.step is not None and best.selection.reload:
-        _best_folder(best.step, output, source)  # better missed now than after the work
+    if best.step is not None and best.selection.reload and _kept(best.step, output, source) is None:
+        # It was chosen by a run that did not reload it, or given up later for a better one.
+        logger.warning("The checkpoint of step %d, the best before, is gone: the best from here on is taken.", best.step)
+        best.step, best.metrics = None, {}
     return best
 
 
@@ -210,19 +212,16 @@ def _reloaded(result: FitResult, output: Path, source: tuple[Path, int | None] |
     best = result.best
     if best is None or best.step is None or not best.selection.reload or result.interrupted:
         return result
-    return replace(result, state=read_trained(_best_folder(best.step, output, source), result.state))
+    folder = _kept(best.step, output, source)
+    if folder is None:
+        raise CheckpointError(f"{output} lacks the checkpoint of step {best.step}, the best one: train anew.")
+    return replace(result, state=read_trained(folder, result.state))
 
 
-def _best_folder(step: int, output: Path | None, source: tuple[Path, int | None] | None) -> Path:
-    """Return the checkpoint of the best step, of this run or of the one that it went on from."""
+def _kept(step: int, output: Path | None, source: tuple[Path, int | None] | None) -> Path | None:
+    """Return the checkpoint of `step`, of this run or of the one that it goes on from; None if there is none."""
     folders = [*([] if output is None else [output / CHECKPOINTS]), *([] if source is None else [source[0]])]
-    for folder in folders:
-        if step in complete_steps(folder):
-            return folder / str(step)
-    raise CheckpointError(
-        f"{folders[0]} lacks the checkpoint of step {step}, the best one, which only a run that takes the best at its "
-        "end keeps: go on without taking it, or train anew."
-    )
+    return next((folder / str(step) for folder in folders if step in complete_steps(folder)), None)
 
 
 def _find_source(config: LoopConfig, output: Path | None) -> tuple[Path, int | None] | None:
