@@ -157,7 +157,8 @@ def _best_before(
     best.take(meta.get("best"))
     if best.step is not None and best.selection.reload and _kept(best.step, output, source) is None:
         # It was chosen by a run that did not reload it, or given up later for a better one.
-        logger.warning("The checkpoint of step %d, the best before, is gone: the best from here on is taken.", best.step)
+        gone = "The checkpoint of step %d, the best before, is gone: the best from here on is taken."
+        logger.warning(gone, best.step)
         best.step, best.metrics = None, {}
     return best
 
