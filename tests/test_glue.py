@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 import distaff
 from battery.family import assert_trees_equal
+from distaff import pipeline
 from distaff.core.mesh import make_mesh
 from distaff.core.tree import flatten
 from distaff.data.labelled import LabelledColumns, has_types, load_labelled, tokenize_labelled
@@ -21,7 +22,7 @@ from distaff.hub import open_tokenizer
 from distaff.tasks import _finetune as finetune
 from distaff.tasks import glue
 from distaff.tasks._class_scores import class_figures, number_figures
-from distaff.train import FitResult, Selection
+from distaff.train import FitResult, Selection, collect
 from distaff.train.best import Best
 from labelled_cases import KINDS, SHAPE, make_tokenizer, predicted, results, rows, run, write
 from recipe_cases import as_if_killed, logged, one_line
@@ -225,14 +226,45 @@ def tuning(corpus, trained):
 
 
 def test_figures_are_the_same_for_any_batch_and_number_of_devices(tuning):
-    found = []
+    found, said = [], []
     for size in (1, 3, 8, 32):
         for devices in (1, 2, 4):
             made = tuning(size, pad_to_max_length=size == 3, max_seq_length=32)
-            mesh = make_mesh(devices=jax.devices()[:devices])
-            found.append(finetune.figures(made, made.evaluations[""], made.model.params, None, mesh, "{}"))
-    for figures in found[1:]:
+            mesh, held_out = make_mesh(devices=jax.devices()[:devices]), made.evaluations[""]
+            found.append(finetune.figures(made, held_out, made.model.params, None, mesh, "{}"))
+            outputs = collect(made.forward, params=made.model.params, batches=held_out.batches, mesh=mesh)
+            said.append(list(made.predict(outputs, held_out)))
+    for figures, answers in zip(found[1:], said[1:]):
         assert figures == pytest.approx(found[0], abs=1e-6)
+        for answer, first in zip(answers, said[0], strict=True):
+            assert answer == first | {name: pytest.approx(first[name], abs=1e-6) for name in first if "_" in name}
+
+
+def test_the_pipeline_says_what_the_run_predicted(corpus, trained, tmp_path):
+    """Of texts and of pairs, which have token types, and of an empty text; a regression says its number."""
+    shown = rows(6, 5)
+    pairs = [{"sentence1": row["sentence"], "sentence2": other["sentence"]} for row, other in zip(shown, shown[::-1])]
+    texts = [*({"sentence": row["sentence"]} for row in shown), {"sentence": ""}]
+    number = tmp_path / "number"
+    words = (
+        "--train_file",
+        write(tmp_path / "a.csv", [row | {"label": 0.5 + index} for index, row in enumerate(pairs)]),
+    )
+    flags = ("--do_eval", "False", "--max_steps", 1, "--output_dir", number)
+    assert run("train", *scratch(corpus), *words, *flags) == 0
+    for folder, content in ((trained, pairs), (trained, texts), (number, pairs)):
+        path = write(tmp_path / "test.jsonl", content)
+        words = ("--do_eval", "False", "--do_predict", "--test_file", path, "--output_dir", tmp_path / "out")
+        assert run("eval", "--model_name_or_path", folder, *words) == 0
+        given = [dict(zip(("text", "text_pair"), row.values())) for row in content]
+        answers = pipeline("text-classification", folder)(given, top_k=None)
+        for row, answer in zip(predicted(tmp_path / "out"), answers, strict=True):
+            if folder == number:
+                assert float(row["prediction"]) == pytest.approx(answer[0]["score"], abs=1e-6)
+                continue
+            assert row["prediction"] == answer[0]["label"]
+            for each in answer:
+                assert float(row[f"probability_{each['label']}"]) == pytest.approx(each["score"], abs=1e-6)
 
 
 @pytest.mark.parametrize("pad_to_max_length", [True, False])
