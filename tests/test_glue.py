@@ -304,6 +304,17 @@ def made_labels():
     return glue.Labels(KINDS)
 
 
+@pytest.mark.parametrize("flags", [("--max_train_samples", 2), ("--validation_split_percentage", 40)])
+def test_classes_are_those_of_all_training_rows(corpus, tmp_path, flags):
+    """Of those that a limit leaves out, and of those that are split off."""
+    labels = ("bad", "good", "mixed", "last", "rare")
+    train = write(tmp_path / "a.csv", [{"text": f"the {label}", "label": label} for label in labels])
+    words = ("--train_file", train, "--max_steps", 1, "--output_dir", tmp_path / "out", *flags)
+    evaluated = ("--validation_file", train) if flags[0] == "--max_train_samples" else ()
+    assert run("train", *scratch(corpus), *words, *evaluated) == 0
+    assert AutoConfig.from_pretrained(tmp_path / "out").id2label == dict(enumerate(sorted(labels)))
+
+
 @pytest.mark.parametrize("labels", [("new", "other"), ("new", "other", "more", "most"), ("0.5", "1.5")])
 def test_a_head_of_other_classes_is_new_where_that_is_asked_for(trained, tmp_path, capsys, labels):
     train = write(tmp_path / "a.csv", [{"text": "the cat", "label": label} for label in labels])

@@ -14,7 +14,7 @@ from distaff.data.pieces import softmax
 from distaff.tasks import ner
 from distaff.tasks.tokenizer import TokenizerFlags
 from distaff.tasks.tokenizer import run as train_tokenizer
-from recipe_cases import as_if_killed, one_line, results
+from recipe_cases import as_if_killed, one_line, results, settle_vocabulary
 
 NAMES = {"Ada": "B-PER", "Lovelace": "I-PER", "Basel": "B-LOC", "Uri": "B-LOC", "Höngg": "I-LOC"}
 WORDS = ("saw", "the", "green", "hill", "and", "went", "home", "again", ".")
@@ -52,6 +52,7 @@ def corpus(tmp_path_factory):
                     train_file=str(folder / "texts.txt"), algorithm=algorithm, vocab_size=290, output_dir=output
                 )
             )
+        settle_vocabulary(folder / "bert-tokenizer", [*NAMES, *WORDS])
         yield folder
 
 
