@@ -8,7 +8,7 @@ import numpy as np
 from distaff.cli import main
 from distaff.tasks.tokenizer import TokenizerFlags
 from distaff.tasks.tokenizer import run as train_tokenizer
-from recipe_cases import WORDS
+from recipe_cases import WORDS, settle_vocabulary
 
 SHAPE = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=32,max_position_embeddings=64"
 KINDS = ("bad", "good", "mixed")
@@ -43,6 +43,7 @@ def make_tokenizer(folder):
     (folder / "texts.txt").write_text("\n".join([" ".join([*WORDS, *KINDS])] * 20))
     flags = {"train_file": str(folder / "texts.txt"), "output_dir": str(folder / "tokenizer")}
     train_tokenizer(TokenizerFlags(algorithm="wordpiece", vocab_size=200, **flags))
+    settle_vocabulary(folder / "tokenizer", [*WORDS, *KINDS])
     return folder / "tokenizer"
 
 

@@ -110,6 +110,14 @@ def test_a_run_whose_patience_ended_does_not_go_on(tmp_path):
     assert (result.step, evaluations) == (5, 0)
 
 
+def test_a_best_step_whose_checkpoint_is_gone_is_no_choice(tmp_path, caplog):
+    """A run that did not reload has not kept it; the next one takes the best of its own steps, and says so."""
+    run(tmp_path, 4, selection={"reload": False})
+    result, _ = run(tmp_path, resume="newest", selection={"patience": 2})
+    assert "The checkpoint of step 3, the best before, is gone: the best from here on is taken." in caplog.text
+    assert (result.step, result.best.step, float(result.state.params["w"][0])) == (8, 6, 6)
+
+
 def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(
         UsageError, match="no metric 'eval_f1' to choose by: an evaluation has eval_accuracy, eval_other"

@@ -84,7 +84,8 @@ def test_inputs_that_cannot_be(classify, judge, folders):
             classify(["a", given])
     with pytest.raises(UsageError, match="needs candidate_labels"):
         judge("a")
-    with pytest.raises(UsageError, match=r"has no \{\} where a label belongs"):
-        judge("a", "cats", hypothesis_template="no place")
+    for template in ("no place", "{} and {}", "{label}", "{", "{} {"):
+        with pytest.raises(UsageError, match=r"must have one \{\}, where a label belongs"):
+            judge("a", "cats", hypothesis_template=template)
     with pytest.raises(UsageError, match="needs a model of entailment, and this one has the classes LABEL_0"):
         pipeline("zero-shot-classification", str(folders["bert-number"]))

@@ -250,7 +250,7 @@ BATCHES = {**PREDICTING, "batch_size": ("2", ""), "dtype": ("bfloat16", "")}
 WRITING = {**BATCHES, "max_new_tokens": ("3", ""), "num_beams": ("2", ""), "truncation": ("", "")}
 PREFIXED = {**WRITING, "prefix": ("say: ", "")}
 PREDICT_FLAGS = {
-    "fill-mask": {**PREDICTING, "top_k": ("2", "")},
+    "fill-mask": {**BATCHES, "top_k": ("2", "")},
     "text-classification": {
         **BATCHES,
         "top_k": ("2", ""),

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import datasets
 import jax
@@ -13,6 +14,7 @@ from transformers import AutoConfig
 
 import distaff
 from battery.family import assert_trees_equal
+from distaff import pipeline
 from distaff.core.mesh import make_mesh
 from distaff.core.tree import flatten
 from distaff.data.labelled import LabelledColumns, has_types, load_labelled, tokenize_labelled
@@ -20,6 +22,8 @@ from distaff.hub import open_tokenizer
 from distaff.tasks import _finetune as finetune
 from distaff.tasks import glue
 from distaff.tasks._class_scores import class_figures, number_figures
+from distaff.train import FitResult, Selection, collect
+from distaff.train.best import Best
 from labelled_cases import KINDS, SHAPE, make_tokenizer, predicted, results, rows, run, write
 from recipe_cases import as_if_killed, logged, one_line
 
@@ -157,6 +161,39 @@ def test_constant_predictions_have_no_correlation(corpus, tmp_path, capsys):
     assert "NaN" not in (tmp_path / "out" / "all_results.json").read_text()
 
 
+def test_what_is_not_defined_stays_so_where_a_finished_run_is_gone_on_with(corpus, tmp_path):
+    words = ("--train_file", write(tmp_path / "a.csv", [{"text": "the cat", "label": 0.5}] * 8), "--max_steps", 1)
+    flags = ("--output_dir", tmp_path / "out", *scratch(corpus), *words, "--validation_file", tmp_path / "a.csv")
+    assert run("train", *flags) == 0
+    first = results(tmp_path / "out")
+    assert run("train", *flags, "--resume_from_checkpoint") == 0
+    assert results(tmp_path / "out") == first
+    assert first["eval_pearson"] is None
+
+
+def test_the_card_has_the_figures_of_the_step_that_is_taken(trained):
+    """And the log those of all evaluations."""
+    card = (trained / "README.md").read_text()
+    names = ("loss", "accuracy", "f1", "matthews_correlation")
+    assert all(f"| {name} | {results(trained)[f'eval_{name}']:.5g} |" in card for name in names)
+    assert f"| step | epoch | {' | '.join(f'eval_{name}' for name in names)} |" in card
+    rows = [row for row in logged(trained) if "eval_f1" in row]
+    assert len(rows) == 3
+    for row in rows:
+        figures = " | ".join(f"{row[f'eval_{name}']:.5g}" for name in names)
+        assert f"| {row['step']} | {row['epoch']:.5g} | {figures} |" in card
+
+
+def test_figures_of_the_last_step_do_not_stand_beside_those_of_the_best(tmp_path):
+    """An evaluation may have figures that another lacks: of types that no span is of."""
+    best = Best(Selection(metric="eval_f1"), step=2, metrics={"epoch": 1.0, "eval_f1": 0.5})
+    last = {"epoch": 2.0, "loss": 0.1, "eval_f1": 0.4, "eval_PER_f1": 0.3}
+    result = FitResult(state=None, step=4, metrics=last, interrupted=None, compilations={}, best=best)
+    assert finetune._measured(result, tmp_path) == {"epoch": 1.0, "loss": 0.1, "eval_f1": 0.5, "best_step": 2}
+    result = replace(result, best=Best(Selection(metric="eval_f1", reload=False), step=2, metrics=best.metrics))
+    assert finetune._measured(result, tmp_path) == last
+
+
 def test_figures_are_those_of_the_libraries():
     rng = np.random.default_rng(0)
     for classes in (2, 3):
@@ -189,14 +226,45 @@ def tuning(corpus, trained):
 
 
 def test_figures_are_the_same_for_any_batch_and_number_of_devices(tuning):
-    found = []
+    found, said = [], []
     for size in (1, 3, 8, 32):
-        for devices in (1, 2):
+        for devices in (1, 2, 4):
             made = tuning(size, pad_to_max_length=size == 3, max_seq_length=32)
-            mesh = make_mesh(devices=jax.devices()[:devices])
-            found.append(finetune.figures(made, made.evaluations[""], made.model.params, None, mesh, "{}"))
-    for figures in found[1:]:
+            mesh, held_out = make_mesh(devices=jax.devices()[:devices]), made.evaluations[""]
+            found.append(finetune.figures(made, held_out, made.model.params, None, mesh, "{}"))
+            outputs = collect(made.forward, params=made.model.params, batches=held_out.batches, mesh=mesh)
+            said.append(list(made.predict(outputs, held_out)))
+    for figures, answers in zip(found[1:], said[1:]):
         assert figures == pytest.approx(found[0], abs=1e-6)
+        for answer, first in zip(answers, said[0], strict=True):
+            assert answer == first | {name: pytest.approx(first[name], abs=1e-6) for name in first if "_" in name}
+
+
+def test_the_pipeline_says_what_the_run_predicted(corpus, trained, tmp_path):
+    """Of texts and of pairs, which have token types, and of an empty text; a regression says its number."""
+    shown = rows(6, 5)
+    pairs = [{"sentence1": row["sentence"], "sentence2": other["sentence"]} for row, other in zip(shown, shown[::-1])]
+    texts = [*({"sentence": row["sentence"]} for row in shown), {"sentence": ""}]
+    number = tmp_path / "number"
+    words = (
+        "--train_file",
+        write(tmp_path / "a.csv", [row | {"label": 0.5 + index} for index, row in enumerate(pairs)]),
+    )
+    flags = ("--do_eval", "False", "--max_steps", 1, "--output_dir", number)
+    assert run("train", *scratch(corpus), *words, *flags) == 0
+    for folder, content in ((trained, pairs), (trained, texts), (number, pairs)):
+        path = write(tmp_path / "test.jsonl", content)
+        words = ("--do_eval", "False", "--do_predict", "--test_file", path, "--output_dir", tmp_path / "out")
+        assert run("eval", "--model_name_or_path", folder, *words) == 0
+        given = [dict(zip(("text", "text_pair"), row.values())) for row in content]
+        answers = pipeline("text-classification", folder)(given, top_k=None)
+        for row, answer in zip(predicted(tmp_path / "out"), answers, strict=True):
+            if folder == number:
+                assert float(row["prediction"]) == pytest.approx(answer[0]["score"], abs=1e-6)
+                continue
+            assert row["prediction"] == answer[0]["label"]
+            for each in answer:
+                assert float(row[f"probability_{each['label']}"]) == pytest.approx(each["score"], abs=1e-6)
 
 
 @pytest.mark.parametrize("pad_to_max_length", [True, False])
@@ -234,6 +302,31 @@ def load_targets(made):
 
 def made_labels():
     return glue.Labels(KINDS)
+
+
+@pytest.mark.parametrize("flags", [("--max_train_samples", 2), ("--validation_split_percentage", 40)])
+def test_classes_are_those_of_all_training_rows(corpus, tmp_path, flags):
+    """Of those that a limit leaves out, and of those that are split off."""
+    labels = ("bad", "good", "mixed", "last", "rare")
+    train = write(tmp_path / "a.csv", [{"text": f"the {label}", "label": label} for label in labels])
+    words = ("--train_file", train, "--max_steps", 1, "--output_dir", tmp_path / "out", *flags)
+    evaluated = ("--validation_file", train) if flags[0] == "--max_train_samples" else ()
+    assert run("train", *scratch(corpus), *words, *evaluated) == 0
+    assert AutoConfig.from_pretrained(tmp_path / "out").id2label == dict(enumerate(sorted(labels)))
+
+
+@pytest.mark.parametrize("labels", [("new", "other"), ("new", "other", "more", "most"), ("0.5", "1.5")])
+def test_a_head_of_other_classes_is_new_where_that_is_asked_for(trained, tmp_path, capsys, labels):
+    train = write(tmp_path / "a.csv", [{"text": "the cat", "label": label} for label in labels])
+    words = ("--model_name_or_path", trained, "--train_file", train, "--do_eval", "False", "--max_steps", 1)
+    assert run("train", "--output_dir", tmp_path / "out", *words) == 2
+    line = one_line(capsys)
+    assert "The checkpoint tells 3 labels apart (bad, good, mixed), and the data have" in line
+    assert "begin with a new head by --ignore_mismatched_sizes" in line
+    assert not list((tmp_path / "out").iterdir())
+    assert run("train", "--output_dir", tmp_path / "out", *words, "--ignore_mismatched_sizes") == 0
+    numbers = labels[0] == "0.5"
+    assert AutoConfig.from_pretrained(tmp_path / "out").num_labels == (1 if numbers else len(labels))
 
 
 def test_both_sets_of_mnli(corpus, tmp_path):
@@ -379,6 +472,7 @@ def test_parquet_with_numbers_as_labels(tmp_path):
         ("a.csv", b"sentence,label\nfine,\nfine,bad\n", "a.csv, line 2: the label is blank"),
         ("a.csv", b"sentence,label\nfine,good\nfine\n", "a.csv, line 3: 1 fields where the header has 2"),
         ("a.csv", b"sentence,label\nfine,good,more\n", "a.csv, line 2: 3 fields where the header has 2"),
+        ("a.csv", b"sentence,label,sentence\na,good,b\n", "a.csv, line 1: 2 columns are called 'sentence'"),
         ("a.csv", b"sentence,label\nz\xfcrich,good\n", "a.csv, line 2: byte 0xfc at offset 16 is not UTF-8"),
         ("a.jsonl", b'{"text": "a", "label": 1}\n\n{"text": \n', "a.jsonl, line 3: not valid JSON"),
         ("a.jsonl", b'{"text": "a", "label": 1}\n{"text": "b"}\n', "a.jsonl, line 2: no column 'label'"),

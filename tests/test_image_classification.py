@@ -162,7 +162,7 @@ def test_images_that_fill_a_batch_do_not_count(yes_man, tmp_path, label, accurac
 @pytest.mark.parametrize("kind", KINDS)
 def test_figures_depend_on_neither_batch_nor_devices(models, corpus, tmp_path, monkeypatch, kind):
     found = []
-    for devices, size in ((1, 1), (1, 3), (1, 8), (2, 3), (4, 8)):
+    for devices, size in ((1, 1), (1, 3), (1, 8), (2, 3), (4, 8), (1, 32), (4, 32)):
         mesh = functools.partial(make_mesh, devices=jax.devices()[:devices])
         monkeypatch.setattr(_finetune, "make_mesh", mesh)
         assert evaluate(corpus, models / kind, "--per_device_eval_batch_size", size, "--output_dir", tmp_path) == 0

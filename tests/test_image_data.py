@@ -454,7 +454,7 @@ def test_a_file_that_is_damaged_inside_is_named_when_its_batch_is_made(noise, tm
 
 
 def test_processor_files(tmp_path):
-    with pytest.raises(DistaffError, match=r"preprocessor_config\.json.*--image_processor_name"):
+    with pytest.raises(DistaffError, match=r"preprocessor_config\.json.*image_processor_name"):
         open_image_processor(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text("{")
     with pytest.raises(DistaffError, match="does not open"):

@@ -58,6 +58,13 @@ def test_the_answer_is_that_of_processor_and_model(folder, classify, image):
     assert all(type(each["score"]) is float and each.keys() == {"label", "score"} for each in answer)
 
 
+def test_a_call_may_say_how_many_are_computed_together(classify, image):
+    images = [image, image[::-1], image[:, ::-1]]
+    assert plain(classify(images, batch_size=3)) == plain(classify(images)) == plain(classify(images, batch_size=1))
+    with pytest.raises(UsageError, match="batch_size is 0"):
+        classify(image, batch_size=0)
+
+
 @pytest.mark.parametrize("name", images.NAMES)
 def test_answers_equal_those_of_pytorch(name, tmp_path):
     images.write(name, tmp_path)

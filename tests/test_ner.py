@@ -14,7 +14,7 @@ from distaff.data.pieces import softmax
 from distaff.tasks import ner
 from distaff.tasks.tokenizer import TokenizerFlags
 from distaff.tasks.tokenizer import run as train_tokenizer
-from recipe_cases import as_if_killed, one_line, results
+from recipe_cases import as_if_killed, one_line, results, settle_vocabulary
 
 NAMES = {"Ada": "B-PER", "Lovelace": "I-PER", "Basel": "B-LOC", "Uri": "B-LOC", "Höngg": "I-LOC"}
 WORDS = ("saw", "the", "green", "hill", "and", "went", "home", "again", ".")
@@ -52,6 +52,7 @@ def corpus(tmp_path_factory):
                     train_file=str(folder / "texts.txt"), algorithm=algorithm, vocab_size=290, output_dir=output
                 )
             )
+        settle_vocabulary(folder / "bert-tokenizer", [*NAMES, *WORDS])
         yield folder
 
 
@@ -184,6 +185,17 @@ def test_other_labels_make_the_head_new(corpus, trained, tmp_path, capsys):
     assert len(json.loads((tmp_path / "few" / "config.json").read_text())["id2label"]) == 5
 
 
+def test_a_head_of_more_labels_is_new_where_that_is_asked_for(corpus, trained, tmp_path, capsys):
+    path = tmp_path / "other.conll"
+    path.write_text(columns([*drawn(20, 3), (["Ada"], ["B-ORG"])]))
+    flags = ("--model_name_or_path", trained, "--max_steps", 1, "--train_file", path, "--validation_file=")
+    assert run("train", corpus, *flags, "--output_dir", tmp_path / "out") == 2
+    line = one_line(capsys)
+    assert "The checkpoint tells 5 labels apart (B-LOC, B-PER, I-LOC, and 2 more), and the data have 6" in line
+    assert "--ignore_mismatched_sizes" in line
+    assert run("train", corpus, *flags, "--output_dir", tmp_path / "out", "--ignore_mismatched_sizes") == 0
+
+
 def test_the_best_step_is_kept_by_the_figure_of_a_type(corpus, tmp_path):
     flags = ("--eval_steps", 5, "--load_best_model_at_end", "--metric_for_best_model", "LOC_f1")
     run_flags = (*flags, "--return_entity_level_metrics", "--output_dir", tmp_path)
@@ -191,6 +203,16 @@ def test_the_best_step_is_kept_by_the_figure_of_a_type(corpus, tmp_path):
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     best = max(row["eval_LOC_f1"] for row in logged if "eval_LOC_f1" in row)
     assert results(tmp_path)["eval_LOC_f1"] == best
+
+
+def test_a_type_that_the_evaluation_lacks_is_no_better_than_any(corpus, trained, tmp_path, capsys):
+    (tmp_path / "few.conll").write_text("the\tO\nhill\tO\n")
+    flags = ("--eval_steps", 1, "--load_best_model_at_end", "--metric_for_best_model", "PER_f1", "--max_steps", 2)
+    words = (*flags, "--return_entity_level_metrics", "--learning_rate", 0, "--output_dir", tmp_path / "out")
+    fixed = ("--model_name_or_path", trained, "--validation_file", tmp_path / "few.conll")
+    assert run("train", corpus, *words, *fixed) == 0
+    assert "No step is the best by PER_f1: the parameters of the last one are taken" in capsys.readouterr().err
+    assert results(tmp_path / "out")["eval_PER_f1"] is None
 
 
 def test_stopped_and_resumed_is_as_uninterrupted(corpus, tmp_path):

@@ -33,9 +33,7 @@ def opened(folders):
 
     def get(task, model):
         if (task, model) not in made:
-            made[task, model] = pipeline(
-                task, str(folders[model]), **({} if task == "fill-mask" else {"batch_size": 4})
-            )
+            made[task, model] = pipeline(task, str(folders[model]), batch_size=4)
         return made[task, model]
 
     return get
@@ -69,6 +67,24 @@ def test_answers_are_those_of_transformers(opened, case):
     assert_same(together, expected)
     json.dumps(together)
     assert_same([call(each, **settings) for each in inputs], expected)
+
+
+@pytest.mark.parametrize("case", ["bert-tags-first", "features-bert", "mask", "labels", "pairs-bert-nli", "text"])
+def test_a_call_may_say_how_many_are_computed_together(opened, case):
+    task, model, inputs, settings = golden.CASES[case]
+    call = opened(task, model)
+    assert_same(call(inputs, batch_size=1, **settings), STORED["answers"][case])
+    assert call.batch_size == 4
+    with pytest.raises(UsageError, match="batch_size is 0"):
+        call(inputs, batch_size=0, **settings)
+
+
+@pytest.mark.parametrize("case", ["bert-tags-first", "features-bert", "mask", "labels", "text"])
+def test_an_object_is_no_list_of_texts(opened, case):
+    """Its keys are not what is meant."""
+    task, model, inputs, settings = golden.CASES[case]
+    with pytest.raises(UsageError, match="dict is neither a text nor several"):
+        opened(task, model)({"text": inputs[0]}, **settings)
 
 
 def test_one_many_a_generator_and_a_file(opened, tmp_path):
@@ -127,6 +143,7 @@ def test_settings_of_token_classification(opened, folders):
     tag = opened("token-classification", "bert-tags")
     with pytest.raises(UsageError, match="aggregation_strategy 'best' is none of none, simple"):
         tag("a", aggregation_strategy="best")
+    assert_same(tag("Anna", aggregation_strategy="SIMPLE"), tag("Anna", aggregation_strategy="simple"))
     with pytest.raises(UsageError, match="did you mean 'aggregation_strategy'"):
         tag("a", agregation_strategy="first")
     with pytest.raises(UsageError, match="no setting 'device'"):

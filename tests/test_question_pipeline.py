@@ -53,6 +53,7 @@ def test_a_question_may_be_given_in_several_ways(asked):
     first, second = ask(question=one["question"], context=(one["context"], two["context"]))
     assert first == pytest.approx(answer, abs=1e-6)
     assert second["answer"] in two["context"]
+    assert ask([]) == list(ask(iter([]))) == ask(question=[], context=[]) == []
 
 
 def test_an_answer_does_not_depend_on_its_company(asked, folders):
@@ -64,6 +65,10 @@ def test_an_answer_does_not_depend_on_its_company(asked, folders):
         for example, answers in zip(golden.EXAMPLES, together):
             for one, two in zip(alone(example), answers, strict=True):
                 assert one == pytest.approx(two, abs=1e-5)
+        said = asked[model](golden.EXAMPLES, top_k=3, max_seq_len=64, doc_stride=16, batch_size=2)
+        assert [[each["answer"] for each in answers] for answers in said] == [
+            [each["answer"] for each in answers] for answers in together
+        ]
 
 
 def test_a_long_question_is_cut_and_the_context_read_whole(asked):

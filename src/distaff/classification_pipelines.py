@@ -55,6 +55,8 @@ class TextClassificationPipeline(_Classifier):
         An input is a text, or `{"text": ..., "text_pair": ...}`. For one text without `top_k` in the call there is a
         list of one answer, as in Transformers.
         """
+        if "batch_size" in options:
+            return self.resized(options.pop("batch_size"))(inputs, **options)
         given = {**self.settings, **self.checked(options)}
         if given["top_k"] not in (None, _BEST) and given["top_k"] < 1:
             raise UsageError(f"top_k is {given['top_k']}: it must be at least 1, or None for all classes.")
@@ -112,15 +114,15 @@ class ZeroShotClassificationPipeline(_Classifier):
 
         `candidate_labels` are a list, or names with commas between them.
         """
+        if "batch_size" in options:
+            return self.resized(options.pop("batch_size"))(inputs, candidate_labels, **options)
         given = {**self.settings, **self.checked(options)}
         labels = given["candidate_labels"] if candidate_labels is None else candidate_labels
         if isinstance(labels, str):
             labels = [label.strip() for label in labels.split(",") if label.strip()]
         if not labels:
             raise UsageError("zero-shot-classification needs candidate_labels: name them.")
-        template = given["hypothesis_template"]
-        if template.format(labels[0]) == template:
-            raise UsageError(f"hypothesis_template '{template}' has no {{}} where a label belongs.")
+        template = _template(given["hypothesis_template"])
 
         def many(texts: list[Any]) -> list[Any]:
             pairs = [_pair(number, text) for number, text in enumerate(texts)]
@@ -144,6 +146,16 @@ class ZeroShotClassificationPipeline(_Classifier):
             "labels": [labels[index] for index in order],
             "scores": [float(scores[index]) for index in order],
         }
+
+
+def _template(text: str) -> str:
+    """Return a sentence with a place for a label. Raises `UsageError` for one without, or with another."""
+    try:
+        if text.format("") != text.format("label"):
+            return text
+    except (IndexError, KeyError, ValueError):
+        pass
+    raise UsageError(f"hypothesis_template '{text}' must have one {{}}, where a label belongs, and no other braces.")
 
 
 def _pair(number: int, given: Any) -> tuple[str, str | None]:

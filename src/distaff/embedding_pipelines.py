@@ -58,6 +58,8 @@ class FeatureExtractionPipeline(EncodingPipeline):
 
     def __call__(self, inputs: Any, **options: Any) -> Any:
         """Return `[1, tokens, embed]` for a text, or such for each of several."""
+        if "batch_size" in options:
+            return self.resized(options.pop("batch_size"))(inputs, **options)
         options = {**self.settings, **self.checked(options)}
 
         def many(texts: list[str]) -> list[Any]:

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from distaff.core.errors import DataError, UsageError
 from distaff.hub import open_tokenizer, resolve
 from distaff.models.auto import FlaxAutoModelForCausalLM, FlaxAutoModelForSeq2SeqLM
-from distaff.pipeline_base import answers, check_texts
+from distaff.pipeline_base import answers, check_batch_size, check_texts
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +33,8 @@ class GenerationPipeline:
             model = self.auto_class.from_pretrained(folder, **({} if dtype is None else {"dtype": dtype}))
         if tokenizer is None:
             raise UsageError("A model object needs its tokenizer: pass tokenizer=...")
-        if batch_size < 1:
-            raise UsageError(f"batch_size is {batch_size} and must be at least 1.")
-        self.model, self.tokenizer, self.batch_size, self.settings = model, tokenizer, batch_size, settings
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.batch_size = check_batch_size(batch_size)
 
     def __call__(self, texts: Any, **options: Any) -> Any:
         """Return for a text a list of `{"generated_text": ...}`, one a returned sequence; for several texts, of lists.
@@ -46,7 +45,8 @@ class GenerationPipeline:
         Raises `DataError` for a text without tokens, and for what is too long.
         """
         options = {**self.settings, **options}
-        return answers(texts, lambda given: self._generate(given, options), one=str, held=self.batch_size)
+        size = check_batch_size(options.pop("batch_size", self.batch_size))
+        return answers(texts, lambda given: self._generate(given, options, size), one=str, held=size)
 
     def stream(self, text: str, write: Callable[[str], Any], **options: Any) -> str:
         """Generate for one text, calling `write` with each piece of new text as it comes; return all of it."""
@@ -72,13 +72,13 @@ class GenerationPipeline:
 
     # Inside.
 
-    def _generate(self, texts: list[str], options: dict[str, Any]) -> list[list[dict[str, str]]]:
+    def _generate(self, texts: list[str], options: dict[str, Any], size: int) -> list[list[dict[str, str]]]:
         rows = self._rows(texts, options)
         chosen = self._options(options)
         results: list[list[dict[str, str]]] = [[] for _ in texts]
         order = np.argsort([len(row) for row in rows], kind="stable")
-        for start in range(0, len(order), self.batch_size):
-            batch = order[start : start + self.batch_size].tolist()
+        for start in range(0, len(order), size):
+            batch = order[start : start + size].tolist()
             outputs = self.model.generate([rows[index] for index in batch], **chosen)
             copies = len(outputs.sequences) // len(batch)
             first = outputs.sequences.shape[1] - int(outputs.lengths.max())

@@ -12,6 +12,7 @@ from distaff.data.image import Preprocess
 from distaff.data.image_modes import decode
 from distaff.hub import open_image_processor, resolve
 from distaff.models.auto import FlaxAutoModelForImageClassification
+from distaff.pipeline_base import check_batch_size
 
 FUNCTIONS = ("softmax", "sigmoid", "none")
 
@@ -48,8 +49,6 @@ class ImageClassificationPipeline:
                 f"The image-classification pipeline has no setting '{unknown[0]}': it has image_processor, batch_size, "
                 "top_k, function_to_apply, dtype, revision and token."
             )
-        if batch_size < 1:
-            raise UsageError(f"batch_size is {batch_size} and must be at least 1.")
         if isinstance(image_processor, str | os.PathLike):
             image_processor = open_image_processor(resolve(str(image_processor), weights=False))
         if isinstance(model, str | os.PathLike):
@@ -62,11 +61,18 @@ class ImageClassificationPipeline:
         if image_processor is None:
             raise UsageError("A model object needs its image processor: pass image_processor=...")
         _check(top_k, function_to_apply)
-        self.model, self.batch_size = model, batch_size
+        self.model, self.batch_size = model, check_batch_size(batch_size)
         self.top_k, self.function_to_apply = top_k, function_to_apply
         self.preprocess = Preprocess(image_processor, channels=model.config.num_channels)
 
-    def __call__(self, images: Any, *, top_k: int | None = None, function_to_apply: str | None = None) -> list[Any]:
+    def __call__(
+        self,
+        images: Any,
+        *,
+        top_k: int | None = None,
+        function_to_apply: str | None = None,
+        batch_size: int | None = None,
+    ) -> list[Any]:
         """Return the best `top_k` labels of an image, or a list of them for each of several.
 
         An image is a path, the bytes of a file, a PIL image or an array [height, width(, channels)] of uint8 or of
@@ -81,25 +87,32 @@ class ImageClassificationPipeline:
         _check(top_k, function)
         single = isinstance(images, str | bytes | os.PathLike) or not isinstance(images, Iterable)
         single = single or (isinstance(images, np.ndarray) and images.ndim < 4)
-        answers = list(self.stream([images] if single else images, top_k=top_k, function_to_apply=function))
+        given = [images] if single else images
+        answers = list(self.stream(given, top_k=top_k, function_to_apply=function, batch_size=batch_size))
         return answers[0] if single else answers
 
     def stream(
-        self, images: Iterable[Any], *, top_k: int | None = None, function_to_apply: str | None = None
+        self,
+        images: Iterable[Any],
+        *,
+        top_k: int | None = None,
+        function_to_apply: str | None = None,
+        batch_size: int | None = None,
     ) -> Iterator[list[dict[str, Any]]]:
         """Yield the answer of each image, `batch_size` of which are read at a time."""
+        size = check_batch_size(self.batch_size if batch_size is None else batch_size)
         top_k = self.top_k if top_k is None else top_k
         function = self.function_to_apply if function_to_apply is None else function_to_apply
         _check(top_k, function)
         function = function or _usual_function(self.model.config)
         rest, done = iter(images), 0
-        while batch := list(islice(rest, self.batch_size)):
-            for scores in self._scores(batch, done, function):
+        while batch := list(islice(rest, size)):
+            for scores in self._scores(batch, done, function, size):
                 best = np.argsort(-scores, kind="stable")[:top_k]
                 yield [{"label": self.model.config.id2label[int(k)], "score": float(scores[k])} for k in best]
             done += len(batch)
 
-    def _scores(self, images: list[Any], done: int, function: str) -> np.ndarray:
+    def _scores(self, images: list[Any], done: int, function: str, size: int) -> np.ndarray:
         """Return `[images, labels]`."""
         channels = self.preprocess.channels
         opened = [
@@ -108,7 +121,7 @@ class ImageClassificationPipeline:
         ]
         pixels = self.preprocess(opened)
         # Few sizes are few programs.
-        rows = min(self.batch_size, 1 << (len(pixels) - 1).bit_length())
+        rows = min(size, 1 << (len(pixels) - 1).bit_length())
         pixels = np.concatenate([pixels, np.repeat(pixels[:1], rows - len(pixels), axis=0)])
         logits = np.asarray(self.model(pixels).logits, np.float64)[: len(images)]
         if function == "none":

@@ -1,11 +1,12 @@
 """What pipelines over texts share: the model and its tokenizer, the forms of an input, batches of similar lengths."""
 
+import copy
 import difflib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -35,9 +36,7 @@ class TextPipeline:
     def __init__(self, model: Any, *, tokenizer: Any = None, batch_size: int = 8, dtype: Any = None, **settings: Any):
         where = {name: settings.pop(name) for name in _WHERE if name in settings}
         self.settings = {**self.options, **self.checked(settings)}
-        if batch_size < 1:
-            raise UsageError(f"batch_size is {batch_size} and must be at least 1.")
-        self.batch_size = batch_size
+        self.batch_size = check_batch_size(batch_size)
         self.folder: Path | None = None
         if isinstance(model, str | os.PathLike):
             self.folder = resolve(str(model), **where)
@@ -64,6 +63,12 @@ class TextPipeline:
         """Return where the tokenizer lies, if none was given."""
         assert self.folder is not None
         return self.folder
+
+    def resized(self, batch_size: int) -> Self:
+        """Return this pipeline with other batches, for a call that says so."""
+        other = copy.copy(self)
+        other.batch_size = check_batch_size(batch_size)
+        return other
 
     def checked(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return `options`. Raises `UsageError` for one that the pipeline does not have."""
@@ -126,6 +131,13 @@ class TextPipeline:
         )
 
 
+def check_batch_size(batch_size: int) -> int:
+    """Return `batch_size`. Raises `UsageError` for one that cannot be."""
+    if batch_size < 1:
+        raise UsageError(f"batch_size is {batch_size} and must be at least 1.")
+    return batch_size
+
+
 def length_of(longest: int, limit: int | None) -> int:
     """Return what rows are padded to whose longest has `longest` tokens."""
     step = _LENGTHS[-1]
@@ -150,7 +162,7 @@ def answers(inputs: Any, many: Callable[[list[Any]], list[Any]], *, one: type | 
         return _by_parts(read_texts(path), many, held)
     if isinstance(inputs, Sequence):
         return many(list(inputs))
-    if isinstance(inputs, Iterable):
+    if isinstance(inputs, Iterable) and not isinstance(inputs, Mapping):
         return _by_parts(inputs, many, held)
     raise UsageError(
         f"An input of type {type(inputs).__name__} is neither a text nor several: pass a string or a list."

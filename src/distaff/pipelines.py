@@ -1,10 +1,9 @@
 """The widgets' tasks as calls: `pipeline("fill-mask", "folder")("Zürich isch e <mask>.")`."""
 
-import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +13,12 @@ from distaff.classification_pipelines import TextClassificationPipeline, ZeroSho
 from distaff.core.errors import DataError, UsageError, listed
 from distaff.embedding_pipelines import FeatureExtractionPipeline, SentenceSimilarityPipeline
 from distaff.generation_pipelines import KINDS
-from distaff.hub import open_tokenizer, resolve
+from distaff.hub import resolve
 from distaff.loading import config_values
 from distaff.models.auto import FlaxAutoModelForMaskedLM
-from distaff.pipeline_base import answers, check_texts
+from distaff.pipeline_base import TextPipeline, answers, check_texts
 from distaff.question_pipelines import QuestionAnsweringPipeline
 from distaff.token_pipelines import TokenClassificationPipeline
-
-# Rows are padded to a multiple of this, so that texts of many lengths are few programs.
-_LENGTH_MULTIPLE = 16
-
 
 # Other names of tasks.
 ALIASES = {"ner": "token-classification", "sentiment-analysis": "text-classification"}
@@ -74,82 +69,87 @@ def task_of(model: Any) -> str:
     raise UsageError(f"{where} {told}: say which of {listed(PIPELINES)} is meant.")
 
 
-class FillMaskPipeline:
-    """Replaces each mask token of a text by the tokens that the model finds likeliest there."""
+class FillMaskPipeline(TextPipeline):
+    """Replaces each mask token of a text by the tokens that the model finds likeliest there.
 
-    def __init__(self, model: Any, *, tokenizer: Any = None, top_k: int = 5, **settings: Any):
-        if unknown := sorted(settings.keys() - {"revision", "token"}):
-            near = difflib.get_close_matches(unknown[0].replace("topk", "top_k"), ("top_k", "revision", "token"), 1)
-            hint = f"did you mean '{near[0]}'?" if near else "it has top_k, tokenizer, revision and token."
-            raise UsageError(f"The fill-mask pipeline has no setting '{unknown[0]}': {hint}")
-        _check_top_k(top_k)
-        if isinstance(tokenizer, str | os.PathLike):
-            tokenizer = open_tokenizer(resolve(tokenizer, weights=False))
-        if isinstance(model, str) or not hasattr(model, "module"):
-            folder = resolve(str(model), **settings)
-            tokenizer = tokenizer or open_tokenizer(folder)
-            model = FlaxAutoModelForMaskedLM.from_pretrained(folder)
-        elif settings:
-            raise UsageError(f"The model is loaded already: leave {' and '.join(settings)} out.")
-        if tokenizer is None:
-            raise UsageError("A model object needs its tokenizer: pass tokenizer=...")
-        if tokenizer.mask_token_id is None:
-            raise UsageError(f"The tokenizer '{tokenizer.name_or_path}' has no mask token to fill.")
-        if len(tokenizer) > model.config.vocab_size:
-            raise UsageError(
-                f"The tokenizer has {len(tokenizer)} tokens and the model a vocab_size of {model.config.vocab_size}: "
-                "they do not belong together."
-            )
-        self.model, self.tokenizer, self.top_k = model, tokenizer, top_k
+    top_k: fillings of a mask. targets: the only words that compete for the ranks.
+    """
 
-    def __call__(self, texts: Any, *, top_k: int | None = None, targets: str | Sequence[str] | None = None) -> Any:
+    task = "fill-mask"
+    auto_class = FlaxAutoModelForMaskedLM
+    options: ClassVar[Mapping[str, Any]] = {"top_k": 5, "targets": None}
+
+    def __init__(self, model: Any, **settings: Any):
+        super().__init__(model, **settings)
+        if self.tokenizer.mask_token_id is None:
+            raise UsageError(f"The tokenizer '{self.tokenizer.name_or_path}' has no mask token to fill.")
+        _check_top_k(self.settings["top_k"])
+
+    def __call__(self, texts: Any, **options: Any) -> Any:
         """Return the best `top_k` fillings, best first, of a text, or a list of them for each of several.
 
         A filling is `{"score", "token", "token_str", "sequence"}`; for a text with several masks there is a list of
-        fillings a mask. With `targets` only these words compete for the ranks; scores stay those of the vocabulary.
+        fillings a mask. Scores stay those of the vocabulary with `targets` too.
 
         Raises `DataError` for a text without a mask token or longer than the model's positions.
         """
-        top_k = self.top_k if top_k is None else top_k
-        _check_top_k(top_k)
-        targets = [targets] if isinstance(targets, str) else targets
+        if "batch_size" in options:
+            return self.resized(options.pop("batch_size"))(texts, **options)
+        given = {**self.settings, **{name: value for name, value in self.checked(options).items() if value is not None}}
+        _check_top_k(given["top_k"])
+        targets = [given["targets"]] if isinstance(given["targets"], str) else given["targets"]
         if targets is not None and not targets:
             raise UsageError("targets is empty: name words that may be filled in, or leave it out.")
 
-        def many(given: list[str]) -> list[Any]:
-            check_texts(given)
-            return [self._fill(text, top_k, targets) for text in given]
+        def many(given_texts: list[str]) -> list[Any]:
+            check_texts(given_texts)
+            rows = [self._ids(text) for text in given_texts]
+            allowed = self._target_ids(targets)
+            found = zip(rows, self._probabilities(rows))
+            return [self._fillings(ids, shares, given["top_k"], allowed) for ids, shares in found]
 
-        return answers(texts, many, one=str, held=1)
+        return answers(texts, many, one=str, held=self.batch_size)
 
-    def _fill(self, text: str, top_k: int, targets: Sequence[str] | None) -> list[Any]:
-        ids = np.asarray(self.tokenizer(text)["input_ids"], np.int32)
-        places = np.flatnonzero(ids == self.tokenizer.mask_token_id)
-        if places.size == 0:
+    def _ids(self, text: str) -> np.ndarray:
+        ids = np.asarray(self.tokenizer(text, verbose=False)["input_ids"], np.int32)
+        if self.tokenizer.mask_token_id not in ids:
             raise DataError(f"No '{self.tokenizer.mask_token}' in {text!r}: mark the place to fill with it.")
-        if len(ids) > self.model.longest_input:
+        if self.longest_input is not None and len(ids) > self.longest_input:
             raise DataError(
-                f"A text of {len(ids)} tokens is longer than the {self.model.longest_input} of the model: shorten it."
+                f"A text of {len(ids)} tokens is longer than the {self.longest_input} of the model: shorten it."
             )
-        probabilities = self._probabilities(ids, places)
-        allowed = self._target_ids(targets)
+        return ids
+
+    def _masks(self, ids: np.ndarray) -> np.ndarray:
+        return np.flatnonzero(ids == self.tokenizer.mask_token_id)
+
+    def _probabilities(self, rows: list[np.ndarray]) -> list[np.ndarray]:
+        """Return for each row of ids `[masks, vocab]` of the real vocabulary; rows of similar lengths go together."""
+        found: list[Any] = [None] * len(rows)
+        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+        for start in range(0, len(order), self.batch_size):
+            chosen = order[start : start + self.batch_size]
+            arrays = self.padded([{"input_ids": rows[index].tolist()} for index in chosen])
+            places = [self._masks(rows[index]) for index in chosen]
+            # Few numbers of masks are few programs.
+            most = 1 << (max(len(each) for each in places) - 1).bit_length()
+            positions = np.zeros((len(arrays["input_ids"]), most), np.int32)
+            for row, each in enumerate(places):
+                positions[row, : len(each)] = each
+            logits = self.model(**arrays, masked_positions=positions).logits
+            shares = np.asarray(jax.nn.softmax(logits[..., : len(self.tokenizer)].astype(jnp.float32), axis=-1))
+            for row, index in enumerate(chosen):
+                found[index] = shares[row, : len(places[row])]
+        return found
+
+    def _fillings(self, ids: np.ndarray, shares: np.ndarray, top_k: int, allowed: np.ndarray | None) -> list[Any]:
+        """Return the fillings of each mask, or of the only one."""
+        candidates = np.arange(shares.shape[-1]) if allowed is None else allowed
         fillings = []
-        for place, row in zip(places.tolist(), probabilities):
-            candidates = np.arange(len(row)) if allowed is None else allowed
+        for place, row in zip(self._masks(ids).tolist(), shares):
             best = candidates[np.argsort(-row[candidates], kind="stable")[:top_k]]
             fillings.append([self._filling(ids, place, int(token), float(row[token])) for token in best])
         return fillings[0] if len(fillings) == 1 else fillings
-
-    def _probabilities(self, ids: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Return `[masks, vocab]` of the real vocabulary, for one row of ids."""
-        length = min(-(-len(ids) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE, self.model.longest_input)
-        pad_id = self.tokenizer.pad_token_id or 0
-        padded = np.full((1, length), pad_id, np.int32)
-        padded[0, : len(ids)] = ids
-        mask = (np.arange(length) < len(ids)).astype(np.int32)[None]
-        outputs = self.model(padded, mask, masked_positions=places[None].astype(np.int32))
-        logits = outputs.logits[0, :, : len(self.tokenizer)].astype(jnp.float32)
-        return np.asarray(jax.nn.softmax(logits, axis=-1))
 
     def _filling(self, ids: np.ndarray, place: int, token: int, score: float) -> dict[str, Any]:
         filled = ids.copy()

@@ -71,11 +71,15 @@ class QuestionAnsweringPipeline(TextPipeline):
 
         Raises `DataError` for a question or a context that is missing or empty.
         """
+        if "batch_size" in options:
+            return self.resized(options.pop("batch_size"))(*inputs, question=question, context=context, **options)
         chosen = QuestionOptions(**{**self.settings, **self.checked(options)})
         records = _records(inputs, question, context)
         return answers(records, lambda several: self._answer(several, chosen), one=Mapping, held=self.batch_size)
 
     def _answer(self, records: list[Any], options: QuestionOptions) -> list[Any]:
+        if not records:
+            return []
         examples = [_pair(record, f"Input {number}") for number, record in enumerate(records)]
         most = min(self.tokenizer.model_max_length, self.longest_input or _SEQUENCE)
         length = min(most, options.max_seq_len or _SEQUENCE)

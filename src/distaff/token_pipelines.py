@@ -52,8 +52,10 @@ class TokenClassificationPipeline(TextPipeline):
         An entity is `{"entity", "score", "index", "word", "start", "end"}`, and with an aggregation strategy
         `{"entity_group", "score", "word", "start", "end"}`.
         """
+        if "batch_size" in options:
+            return self.resized(options.pop("batch_size"))(inputs, **options)
         options = {**self.settings, **self.checked(options)}
-        strategy = options["aggregation_strategy"]
+        strategy = options["aggregation_strategy"] = str(options["aggregation_strategy"]).lower()
         if strategy not in get_args(Strategy):
             raise UsageError(f"aggregation_strategy '{strategy}' is none of {listed(get_args(Strategy))}.")
         if not self.tokenizer.is_fast and (strategy in ("first", "average", "max") or options["is_split_into_words"]):

@@ -212,7 +212,10 @@ def _read_csv(path: Path, select: Select, **dialect: Any) -> Iterator[Row]:
     reader = csv.reader((line for _, line in _lines(path)), strict=True, **dialect)
     try:
         header = next(reader, [])
-        places = [header.index(name) for name in select(dict.fromkeys(header, ""), "line 1")]
+        chosen = select(dict.fromkeys(header, ""), "line 1")
+        if twice := [name for name in chosen if header.count(name) > 1]:
+            raise DataError(f"{path}, line 1: {header.count(twice[0])} columns are called '{twice[0]}': rename them.")
+        places = [header.index(name) for name in chosen]
         for fields in reader:
             if fields and len(fields) != len(header):
                 raise DataError(

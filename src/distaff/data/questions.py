@@ -158,7 +158,8 @@ def question_of(record: Mapping[str, Any], place: str, *, need_answers: bool) ->
     for name, text in (("question", question), ("context", context)):
         if text is not None and not isinstance(text, str):
             raise DataError(f"{place}: the {name} is of type {type(text).__name__} ({str(text)[:40]!r}), not a string.")
-        if not text or not text.strip():
+        # Signs without width are nothing to read: tokenizers leave them out.
+        if not text or not any(sign.isprintable() and not sign.isspace() for sign in text):
             raise DataError(f"{place}: the {name} is empty: correct the row, or take it out.")
     texts, starts = _answers(record.get("answers"), place)
     if texts is None and need_answers:

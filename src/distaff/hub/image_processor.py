@@ -14,7 +14,7 @@ def open_image_processor(folder: Path) -> Any:
     Raises `CheckpointError` where there is none: with which numbers the model's images were scaled nobody else knows.
     """
     processors = _processors()
-    remedy = "name the folder or Hub id of one by --image_processor_name"
+    remedy = "copy one there, or give image_processor_name (in a pipeline image_processor)"
     if not (folder / FILE).is_file():
         raise CheckpointError(f"'{folder}' holds no {FILE}, which says how images become pixels: {remedy}.")
     try:

@@ -10,7 +10,7 @@ import io
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -109,10 +109,7 @@ def train(recipe: Recipe, flags: FinetuneFlags) -> int:
         logger.warning("Stopped at step %d; go on with --resume_from_checkpoint.", result.step)
         return 128 + result.interrupted
     state = result.state
-    metrics = recipes.measured(result, folder)
-    if result.best is not None and result.best.step is not None and result.best.selection.reload:
-        logger.info("The parameters of step %d are taken, the best by %s.", result.best.step, _metric(flags, tuning))
-        metrics |= {**result.best.metrics, "best_step": result.best.step}
+    metrics = _measured(result, folder)
     # What is written of an evaluation is not in the log.
     measured = "eval_loss" in metrics and tuning.write_evaluation is None
     for name, held_out in tuning.evaluations.items():
@@ -129,9 +126,24 @@ def train(recipe: Recipe, flags: FinetuneFlags) -> int:
             task=recipe.task,
             metrics=metrics,
             step=result.step,
+            shown=tuning.metrics,
         )
         _folder.write_results(folder, {"predict": predicted}, add=True)
     return 0
+
+
+def _measured(result: FitResult, folder: Path) -> dict[str, float]:
+    """Return the figures of a run: where the best step is taken, nothing of another step's evaluation."""
+    metrics, best = recipes.measured(result, folder), result.best
+    if best is None or not best.selection.reload:
+        return metrics
+    name = best.selection.metric.removeprefix("eval_")
+    if best.step is None:
+        logger.warning("No step is the best by %s: the parameters of the last one are taken.", name)
+        return metrics
+    logger.info("The parameters of step %d are taken, the best by %s.", best.step, name)
+    trained = {name: value for name, value in metrics.items() if not name.startswith("eval_")}
+    return {**trained, **best.metrics, "best_step": best.step}
 
 
 def _fit(
@@ -165,7 +177,7 @@ def _fit(
         config=flags.loop(total_steps=steps, steps_per_epoch=epoch, eval_batches=0, selection=chosen),
         mesh=mesh,
         tokens_per_batch=tuning.tokens,
-        score=None if first is None else Scorer(tuning, first, mesh),
+        score=None if first is None else Scorer(tuning, first, mesh, _metric(flags, tuning)),
         on_start=partial(_folder.begin, folder, flags, recipe.name),
     )
 
@@ -202,15 +214,18 @@ def evaluate_only(recipe: Recipe, flags: FinetuneFlags) -> int:
 
 @dataclass(frozen=True)
 class Scorer:
-    """The figures of a set by parameters, as `fit` asks for them."""
+    """The figures of a set by parameters, as `fit` asks for them; `metric` is one of them, nan if not defined."""
 
     tuning: Finetuning
     held_out: HeldOut
     mesh: Mesh
+    metric: str
 
     def __call__(self, params: Tree, carried: Tree = None) -> dict[str, float]:
         """Return the figures."""
-        return figures(self.tuning, self.held_out, params, carried, self.mesh, "{}")
+        # A set may have nothing to measure one by: no span of a type, no question with an answer.
+        found = figures(self.tuning, self.held_out, params, carried, self.mesh, "{}")
+        return found if self.metric in found else found | {self.metric: math.nan}
 
 
 def figures(
@@ -288,6 +303,20 @@ def selection(flags: FinetuneFlags, tuning: Finetuning) -> Selection | None:
 
 
 # Parameters.
+
+
+def check_head(flags: Any, config: Any, known: Sequence[str], names: Sequence[str], *, head: str) -> bool:
+    """Tell whether the checkpoint of `config` has a `head` ("ForImageClassification") that learns `names`.
+
+    Raises `UsageError` where it tells another number of labels apart (it knows `known`) and may not be made anew.
+    """
+    there = flags.model_name_or_path is not None and any(head in name for name in config.architectures or ())
+    if there and len(known) != len(names) and not flags.ignore_mismatched_sizes:
+        raise UsageError(
+            f"The checkpoint tells {len(known)} labels apart ({listed(known, 3)}), and the data have {len(names)} "
+            f"({listed(names, 3)}): begin with a new head by --ignore_mismatched_sizes."
+        )
+    return there and len(known) == len(names)
 
 
 def trained_mask(params: Tree, frozen: list[str]) -> Tree | None:

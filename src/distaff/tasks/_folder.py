@@ -138,9 +138,10 @@ def log_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def logged_at(folder: Path, step: int) -> dict[str, Any]:
-    """Return what was logged at `step`."""
+    """Return what was logged at `step`; what was not finite, and stands there as null, is nan."""
     rows = [row for row in log_rows(folder) if row.get("step") == step]
-    return {name: value for row in rows for name, value in row.items() if name != "step"}
+    values = {name: value for row in rows for name, value in row.items() if name != "step"}
+    return {name: math.nan if value is None else value for name, value in values.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:

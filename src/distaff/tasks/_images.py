@@ -24,6 +24,7 @@ from distaff.hub.image_processor import FILE
 from distaff.models._vision import pair_of
 from distaff.models.auto import FlaxAutoModelForImageClassification
 from distaff.tasks import _recipe as recipe
+from distaff.tasks._finetune import check_head
 from distaff.tasks._finetune_flags import FinetuneFlags
 from distaff.tasks._flags import check_positive, flag
 
@@ -243,13 +244,7 @@ def _set_labels(flags: ImageClassificationFlags, config: Any, names: Sequence[st
     known = names_of(config)
     if known == list(names):
         return
-    trained = any("ForImageClassification" in name for name in config.architectures or ())
-    if flags.model_name_or_path and trained and not flags.ignore_mismatched_sizes and config.num_labels != len(names):
-        raise UsageError(
-            f"The checkpoint tells {config.num_labels} labels apart ({listed(known, 3)}), and the "
-            f"images have {len(names)} ({listed(names, 3)}): begin with a new head by --ignore_mismatched_sizes."
-        )
-    if flags.model_name_or_path and trained and len(known) == len(names):
+    if check_head(flags, config, known, names, head="ForImageClassification"):
         logger.warning("The head that knew %s learns %s from where it stands.", listed(known, 3), listed(names, 3))
     config.id2label = dict(enumerate(names))
     config.label2id = {name: number for number, name in enumerate(names)}

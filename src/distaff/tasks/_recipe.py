@@ -5,6 +5,7 @@ import logging
 import math
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -204,10 +205,12 @@ def finish(
     task: str | None,
     metrics: dict[str, float],
     step: int,
+    shown: Sequence[str] | None = None,
 ) -> None:
     """Write model, tokenizer, results and card, and publish them where asked; the model, which costs most, first.
 
-    `metrics` are those of step `step`, with `eval_...` among them. Publishing that fails leaves the run whole.
+    `metrics` are those of step `step`, with `eval_...` among them. `shown`: which figures of evaluations stand in the
+    card's log, by default all. Publishing that fails leaves the run whole.
     """
     evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
     trained = {name: value for name, value in metrics.items() if name not in evaluated}
@@ -234,7 +237,7 @@ def finish(
         metrics={name.removeprefix("eval_"): value for name, value in evaluated.items()},
         command=command_line(flags),
         hyperparameters=_hyperparameters(flags),
-        training_log=_logged(folder),
+        training_log=_logged(folder, shown),
         versions={name: version(name) for name in ("distaff", "jax", "flax", "optax", "transformers", "datasets")},
     )
     if flags.push_to_hub:
@@ -271,11 +274,19 @@ def _hyperparameters(flags: TrainingFlags) -> dict[str, Any]:
     return {name: getattr(flags, name) for name in names.split()}
 
 
-def _logged(folder: Path) -> list[dict[str, Any]]:
+def _logged(folder: Path, shown: Sequence[str] | None) -> list[dict[str, Any]]:
     rows = _folder.log_rows(folder)
-    shown = ("step", "epoch", "loss", "eval_loss", "eval_perplexity", "eval_accuracy")
     evaluated = [row for row in rows if any(name.startswith("eval_") for name in row)] or rows
-    return [{name: row[name] for name in shown if name in row} for row in evaluated]
+    names = list(dict.fromkeys(name for row in evaluated for name in row if name.startswith("eval_")))
+    if shown is not None:
+        names = [name for name in names if name.removeprefix("eval_") in shown]
+    names = ["step", "epoch", "loss", *names]
+    return [{name: _number(row[name]) for name in names if name in row} for row in evaluated]
+
+
+def _number(logged: float | None) -> float:
+    """Return a number of the log, which has null for what is not finite."""
+    return math.nan if logged is None else logged
 
 
 def _first_line(error: Exception) -> str:

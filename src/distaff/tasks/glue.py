@@ -7,8 +7,8 @@
 
 Labels: see `_labels.py`; the config keeps their names. Rows of similar lengths come together and are padded to the
 smallest of four lengths that they fit in. With `--pack_texts` (BERT, RoBERTa, ELECTRA) a row in training holds several
-texts that do not see each other: the same losses and gradients, and short texts cost what they are long. Predictions stand in `predict_results.csv`, a line a row in the order of the
-rows, with the probability of each class.
+texts that do not see each other: the same losses and gradients, and short texts cost what they are long. Predictions
+stand in `predict_results.csv`, a line a row in the order of the rows, with the probability of each class.
 """
 
 import math
@@ -135,8 +135,21 @@ def load(flags: GlueFlags, files: str | None, split: str, *, predict: bool = Fal
     )
 
 
-def read_sets(flags: GlueFlags) -> tuple[Labelled | None, dict[str, Labelled], dict[str, Labelled]]:
-    """Return what is trained on, evaluated on and predicted for, the last two by their suffixes."""
+@dataclass(frozen=True)
+class Sets:
+    """The rows that the flags ask for, those of evaluations and tests by their suffixes.
+
+    known: all training rows, whatever is split off or left out, for their labels. train: what is trained on.
+    """
+
+    known: Labelled | None
+    train: Labelled | None
+    evaluations: dict[str, Labelled]
+    tests: dict[str, Labelled]
+
+
+def read_sets(flags: GlueFlags) -> Sets:
+    """Return the rows that the flags ask for."""
     splits = TASKS[flags.task_name].splits if flags.task_name is not None else (("", ""),)
     there = _split_names(flags)
     train, evaluations, tests = None, {}, {}
@@ -147,6 +160,7 @@ def read_sets(flags: GlueFlags) -> tuple[Labelled | None, dict[str, Labelled], d
         evaluations = {name: load(flags, None, split) for name, split in found}
     if flags.do_train or (flags.do_eval and not evaluations):
         train = load(flags, flags.train_file, "train")
+    known = train if flags.do_train else None
     if flags.do_eval and not evaluations:
         assert train is not None
         kept, held = split_validation(train.rows, percentage=flags.validation_split_percentage)
@@ -156,7 +170,8 @@ def read_sets(flags: GlueFlags) -> tuple[Labelled | None, dict[str, Labelled], d
     elif flags.do_predict:
         tests = {name: load(flags, None, f"test{end}", predict=True) for name, end in splits}
     train = train.first(flags.max_train_samples) if train is not None and flags.do_train else None
-    return (
+    return Sets(
+        known,
         train,
         {name: rows.first(flags.max_eval_samples) for name, rows in evaluations.items()},
         {name: rows.first(flags.max_predict_samples) for name, rows in tests.items()},
@@ -282,8 +297,10 @@ def prepare(flags: GlueFlags, sizes: tuple[int, int]) -> Finetuning:
     tokenizer = recipes.load_tokenizer(flags, flags.hub_token)
     config = recipes.load_config(flags, tokenizer, flags.hub_token)
     recipes.check_vocabulary(tokenizer, config)
-    train, evaluations, tests = read_sets(flags)
-    labels = labels_of(config, train, flags.problem_type)
+    sets = read_sets(flags)
+    labels = labels_of(config, sets.known, flags.problem_type)
+    known = [config.id2label[index] for index in range(config.num_labels)]
+    finetune.check_head(flags, config, known, labels.names or ("numbers",), head="ForSequenceClassification")
     labels.put_into(config)
     if tokenizer.pad_token_id is not None and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = tokenizer.pad_token_id
@@ -312,7 +329,7 @@ def prepare(flags: GlueFlags, sizes: tuple[int, int]) -> Finetuning:
             raise DataError("The rows to evaluate on have no labels: evaluate on others, or predict for them.")
         return HeldOut(side.batches(flags, rows, targets, sizes[1], shuffle=False), found)
 
-    targets: Any = None if train is None else labels.targets(train)
+    targets: Any = None if sets.train is None else labels.targets(sets.train)
     if labels.regression:
         if flags.label_smoothing_factor:
             raise UsageError("--label_smoothing_factor is for classes, and these labels are numbers: leave it out.")
@@ -330,10 +347,10 @@ def prepare(flags: GlueFlags, sizes: tuple[int, int]) -> Finetuning:
         figures=figures,
         metric=metric if metric in names else "pearson" if labels.regression else "accuracy",
         metrics=names,
-        train=None if train is None else side.batches(flags, train, targets, sizes[0], shuffle=True),
+        train=None if sets.train is None else side.batches(flags, sets.train, targets, sizes[0], shuffle=True),
         predict=predictions,
-        evaluations={name: held_out(rows, need_label=True) for name, rows in evaluations.items()},
-        tests={name: held_out(rows, need_label=False) for name, rows in tests.items()},
+        evaluations={name: held_out(rows, need_label=True) for name, rows in sets.evaluations.items()},
+        tests={name: held_out(rows, need_label=False) for name, rows in sets.tests.items()},
         labelled=lambda held: held.rows.labelled,
         tokens=count_tokens,
     )

@@ -253,6 +253,8 @@ def prepare(flags: NerFlags, sizes: tuple[int, int]) -> Finetuning:
     labels = choose_labels(flags, config, tags)
     for part in sentences.values():
         check_tags(part, labels)
+    known = [config.id2label[number] for number in range(config.num_labels)]
+    _finetune.check_head(flags, config, known, labels, head="ForTokenClassification")
     config.id2label = dict(enumerate(labels))
     config.label2id = {label: number for number, label in enumerate(labels)}
     if tokenizer.pad_token_id is not None and getattr(config, "pad_token_id", None) is None:

@@ -79,13 +79,23 @@ def predict(flags: PredictFlags) -> int:
 
 
 @dataclass(kw_only=True)
-class FillMaskFlags(PredictFlags):
+class BatchFlags(PredictFlags):
+    """Flags of the commands that compute several texts together."""
+
+    batch_size: int = flag(8, "Texts that are computed together.")
+    dtype: str = flag("float32", "dtype of the computation: float32, bfloat16 or float16.")
+
+    options: ClassVar[tuple[str, ...]] = ("batch_size", "dtype")
+
+
+@dataclass(kw_only=True)
+class FillMaskFlags(BatchFlags):
     """Flags of `distaff predict fill-mask`."""
 
     top_k: int = flag(5, "Fillings a mask.")
 
     task, answer = "fill-mask", "fillings"
-    options: ClassVar[tuple[str, ...]] = ("top_k",)
+    options: ClassVar[tuple[str, ...]] = (*BatchFlags.options, "top_k")
 
     def open(self) -> Any:
         """Return the pipeline."""
@@ -98,16 +108,6 @@ class FillMaskFlags(PredictFlags):
         yield text
         for mask in answer if isinstance(answer[0], list) else [answer]:
             yield "  " + "  ".join(f"{filling['token_str'].strip()} {filling['score']:.3f}" for filling in mask)
-
-
-@dataclass(kw_only=True)
-class BatchFlags(PredictFlags):
-    """Flags of the commands that compute several texts together."""
-
-    batch_size: int = flag(8, "Texts that are computed together.")
-    dtype: str = flag("float32", "dtype of the computation: float32, bfloat16 or float16.")
-
-    options: ClassVar[tuple[str, ...]] = ("batch_size", "dtype")
 
 
 @dataclass(kw_only=True)

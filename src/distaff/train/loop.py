@@ -8,7 +8,7 @@ interrupted one are saved.
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,7 @@ def fit(
     source = _find_source(config, output)
     state = create_state(params, tx, mesh=mesh, seed=config.seed, shardings=param_shardings, carried=carried)
     state, meta = _restored(state, source, config=config, batches=batches)
+    best = _best_before(config, meta, output, source)
     if output is not None and source is not None:
         leave_behind(output, int(jax.device_get(state.step)))
     hooks = Hooks(
@@ -121,7 +122,7 @@ def fit(
         schedule=schedule,
         donate=not config.debug_nans,
     )
-    window, best = window_from_json(meta.get("window"), mesh), _best_before(config, meta)
+    window = window_from_json(meta.get("window"), mesh)
     if on_start is not None:
         on_start()
     result = _drive(
@@ -146,12 +147,19 @@ def _check(config: LoopConfig, eval_batches: Batches | None, score: Score | None
     check_reporters(config.report_to)
 
 
-def _best_before(config: LoopConfig, meta: dict[str, Any]) -> Best | None:
+def _best_before(
+    config: LoopConfig, meta: dict[str, Any], output: Path | None, source: tuple[Path, int | None] | None
+) -> Best | None:
     """Return the best evaluation before the checkpoint that `meta` is of, None where none is chosen."""
     if config.selection is None:
         return None
     best = Best(config.selection)
     best.take(meta.get("best"))
+    if best.step is not None and best.selection.reload and _kept(best.step, output, source) is None:
+        # It was chosen by a run that did not reload it, or given up later for a better one.
+        gone = "The checkpoint of step %d, the best before, is gone: the best from here on is taken."
+        logger.warning(gone, best.step)
+        best.step, best.metrics = None, {}
     return best
 
 
@@ -205,16 +213,16 @@ def _reloaded(result: FitResult, output: Path, source: tuple[Path, int | None] |
     best = result.best
     if best is None or best.step is None or not best.selection.reload or result.interrupted:
         return result
-    folders = [output / CHECKPOINTS, *([] if source is None else [source[0]])]
-    return replace(result, state=_best_state(result.state, best.step, folders))
+    folder = _kept(best.step, output, source)
+    if folder is None:
+        raise CheckpointError(f"{output} lacks the checkpoint of step {best.step}, the best one: train anew.")
+    return replace(result, state=read_trained(folder, result.state))
 
 
-def _best_state(state: TrainState, step: int, folders: Sequence[Path]) -> TrainState:
-    """Return `state` with the parameters of `step`, from the first of the folders of checkpoints that holds it."""
-    for folder in folders:
-        if step in complete_steps(folder):
-            return read_trained(folder / str(step), state)
-    raise CheckpointError(f"{folders[0]} lacks the checkpoint of step {step}, the best one: train anew.")
+def _kept(step: int, output: Path | None, source: tuple[Path, int | None] | None) -> Path | None:
+    """Return the checkpoint of `step`, of this run or of the one that it goes on from; None if there is none."""
+    folders = [*([] if output is None else [output / CHECKPOINTS]), *([] if source is None else [source[0]])]
+    return next((folder / str(step) for folder in folders if step in complete_steps(folder)), None)
 
 
 def _find_source(config: LoopConfig, output: Path | None) -> tuple[Path, int | None] | None:
