@@ -9,6 +9,15 @@ Labels: see `_labels.py`; the config keeps their names. Rows of similar lengths 
 smallest of four lengths that they fit in. With `--pack_texts` (BERT, RoBERTa, ELECTRA) a row in training holds several
 texts that do not see each other: the same losses and gradients, and short texts cost what they are long. Predictions
 stand in `predict_results.csv`, a line a row in the order of the rows, with the probability of each class.
+
+From MiniLM (BERT, 6 x 384), batches of 16 (CoLA: 32), rate 1e-4, at the last step; beside it the most frequent class and
+a linear model of words and pairs of words by tf-idf (`benchmarks/linear.py`) on the same rows:
+
+| set | rows | figure | most frequent | linear | here |
+| --- | --- | --- | --- | --- | --- |
+| SST-2, 4 epochs | 2,000 / 400 | accuracy | 0.543 | 0.723 | 0.880 |
+| whether a sentence answers a question (SQuAD 2), 5 epochs | 1,500 / 400 | accuracy | 0.525 | 0.535 | 0.610 |
+| CoLA, 4 epochs | 8,551 / 1,043 | Matthews correlation | 0 | 0.134 | 0.303 |
 """
 
 import math
