@@ -10,8 +10,8 @@ smallest of four lengths that they fit in. With `--pack_texts` (BERT, RoBERTa, E
 texts that do not see each other: the same losses and gradients, and short texts cost what they are long. Predictions
 stand in `predict_results.csv`, a line a row in the order of the rows, with the probability of each class.
 
-From MiniLM (BERT, 6 x 384), batches of 16 (CoLA: 32), rate 1e-4, at the last step; beside it the most frequent class and
-a linear model of words and pairs of words by tf-idf (`benchmarks/linear.py`) on the same rows:
+From MiniLM (BERT, 6 x 384), batches of 16 (CoLA: 32), rate 1e-4, at the last step; beside it the most frequent class
+and a linear model of words and pairs of words by tf-idf (`benchmarks/linear.py`) on the same rows:
 
 | set | rows | figure | most frequent | linear | here |
 | --- | --- | --- | --- | --- | --- |
