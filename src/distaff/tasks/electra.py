@@ -7,11 +7,11 @@
 The generator fills masked tokens, its samples replace them, and the discriminator says of every token whether it was
 replaced. The folder is that of the discriminator; the generator lies in its `generator/`.
 
-A discriminator that starts from the weights of MiniLM (BERT, 6 x 384; the same tensors under model_type electra) says of
+A discriminator that starts from the weights of MiniLM (BERT, 6 x 384; its tensors under model_type electra) says of
 93.0 % of the tokens of wikitext-2's validation text rightly whether they were replaced, after 200 steps of 16 x 64
 tokens with rate 2e-4; "none was" is right for 86.4 %. From scratch a megabyte of text is little for it: 3 x 128 on Tiny
 Shakespeare, 2,000 steps of 32 x 64 with rate 1e-3, is right for 88.20 % where "none was" is for 88.17 %, with a loss of
-0.343 nats where the share of replaced tokens alone gives 0.363.
+0.343 nats where the share of replaced tokens alone gives 0.364.
 """
 
 import copy
