@@ -8,7 +8,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import quick_xla
 
-os.environ.setdefault("XLA_FLAGS", quick_xla.flags())
+if "XLA_FLAGS" not in os.environ:
+    os.environ["XLA_FLAGS"] = quick_xla.flags()
 
 from pathlib import Path
 
