@@ -36,6 +36,8 @@ class FlaxSeq2SeqModel(Generates):
 
     #: Look at concrete ids before they reach the device; False saves the copy to the host.
     check_inputs: bool = True
+    # Names of arrays that the head takes beside the usual ones.
+    further_inputs: ClassVar[tuple[str, ...]] = ()
     #: Without decoder inputs the source is decoded, as in BART's denoising; other families want both.
     decodes_source: ClassVar[bool] = False
     #: Decoder inputs that are made from labels start with each row's own last token, instead of the start token.

@@ -264,6 +264,16 @@ def class_weights_of(flags: GlueFlags, labels: Labels, targets: np.ndarray) -> t
     return weights
 
 
+def loss_of(flags: GlueFlags, model: Any, labels: Labels, targets: np.ndarray | None) -> Any:
+    """Return the loss function of the labels; `targets` are those that are trained on, None in an evaluation."""
+    if not labels.regression:
+        weights = None if targets is None else class_weights_of(flags, labels, targets)
+        return partial(classification_loss, model, weights, flags.label_smoothing_factor)
+    if flags.label_smoothing_factor:
+        raise UsageError("--label_smoothing_factor is for classes, and these labels are numbers: leave it out.")
+    return partial(regression_loss, model)
+
+
 # Figures and predictions.
 
 
@@ -321,13 +331,13 @@ def prepare(flags: GlueFlags, sizes: tuple[int, int]) -> Finetuning:
         token=flags.hub_token,
         ignore_mismatched_sizes=flags.ignore_mismatched_sizes,
     )
+    if flags.pack_texts and "first_tokens" not in model.further_inputs:
+        raise UsageError(f"--pack_texts is not for {config.model_type} models: leave it out.")
     if config.is_encoder_decoder and tokenizer("a")["input_ids"][-1] != config.eos_token_id:
         raise UsageError(
             f"The model reads a text at its end of sentence, token {config.eos_token_id}, and the tokenizer does not "
             "put it there: take the model's tokenizer, or set eos_token_id by --config_overrides."
         )
-    if flags.pack_texts and "first_tokens" not in model.further_inputs:
-        raise UsageError(f"--pack_texts is not for {config.model_type} models: leave it out.")
     longest = recipes.LONGEST_BY_DEFAULT if model.longest_input is None else model.longest_input
     side = Side(model, tokenizer, labels, recipes.row_length(flags, tokenizer, longest))
 
@@ -339,19 +349,12 @@ def prepare(flags: GlueFlags, sizes: tuple[int, int]) -> Finetuning:
         return HeldOut(side.batches(flags, rows, targets, sizes[1], shuffle=False), found)
 
     targets: Any = None if sets.train is None else labels.targets(sets.train)
-    if labels.regression:
-        if flags.label_smoothing_factor:
-            raise UsageError("--label_smoothing_factor is for classes, and these labels are numbers: leave it out.")
-        loss_fn: Any = partial(regression_loss, model)
-    else:
-        weights = None if targets is None else class_weights_of(flags, labels, targets)
-        loss_fn = partial(classification_loss, model, weights, flags.label_smoothing_factor)
     metric = TASKS[flags.task_name].metric if flags.task_name is not None else None
     names = NUMBER_FIGURES if labels.regression else CLASS_FIGURES
     return Finetuning(
         model=model,
         saved=tokenizer,
-        loss_fn=loss_fn,
+        loss_fn=loss_of(flags, model, labels, targets),
         forward=lambda params, batch: {"logits": logits_of(model, params, batch, None)},
         figures=figures,
         metric=metric if metric in names else "pearson" if labels.regression else "accuracy",
