@@ -3,13 +3,10 @@
 import runpy
 from pathlib import Path
 
-import pytest
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def test_own_module_learns_saves_and_resumes(tmp_path, capsys):
-    pytest.importorskip("sklearn")
     main = runpy.run_path(str(EXAMPLES / "own_module.py"))["main"]
     assert main(["--steps", "60", "--output_dir", str(tmp_path)]) > 0.5
     assert main(["--steps", "120", "--output_dir", str(tmp_path), "--resume", "newest"]) > 0.8

@@ -5,7 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 
+import distaff
+from distaff.core.errors import DataError
 from distaff.core.tree import flatten
 from distaff.data.packing import PackedBatches, first_fit
 from distaff.tasks import glue
@@ -13,6 +16,7 @@ from labelled_cases import SHAPE, make_tokenizer, rows, run, write
 from recipe_cases import logged, one_line
 
 BART = "d_model=16,encoder_layers=1,decoder_layers=1,encoder_ffn_dim=16,decoder_ffn_dim=16"
+WIDTHS = ("hidden_size", "intermediate_size", "vocab_size", "embedding_size")
 LENGTHS = np.array([3, 90, 12, 40, 128, 7, 7, 64, 30, 5, 21, 9, 100, 2])
 
 
@@ -136,6 +140,21 @@ def test_the_recipe_packs_in_training_alone(corpus, tmp_path):
     assert run("train", "--output_dir", tmp_path, *flags, *data, *steps) == 0
     last = logged(tmp_path)[-1]
     assert last["eval_accuracy"] == 1.0, last
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "Electra"])
+def test_places_that_a_row_lacks_are_refused(kind):
+    """Beyond the row there is nothing to gather, and jax gives NaN."""
+    config = getattr(transformers, f"{kind}Config")(
+        **dict.fromkeys(WIDTHS, 16), num_hidden_layers=1, num_attention_heads=2
+    )
+    model = getattr(distaff, f"Flax{kind}ForSequenceClassification")(config)
+    ids = np.full((1, 6), 3)
+    assert model(ids, first_tokens=[[0, 3]]).logits.shape == (1, 2, 2)
+    with pytest.raises(DataError, match=r"first_tokens\[0, 1\] is 6, and the length of the rows is 6"):
+        model(ids, first_tokens=[[0, 6]])
+    with pytest.raises(DataError, match=r"first_tokens is \[2\] and must be \[batch, count\]"):
+        model(ids, first_tokens=[0, 3])
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,15 @@ def check_ids(name: str, ids: Any, size: int, size_name: str) -> None:
         )
 
 
+def check_places(name: str, places: Any, length: int) -> None:
+    """Raise `DataError` if `places` are not `[batch, count]` in rows of `length` tokens."""
+    if np.ndim(places) != 2:
+        raise DataError(
+            f"{name} is {list(np.shape(places))} and must be [batch, count]: a list of places for each row."
+        )
+    check_ids(name, places, length, "the length of the rows")
+
+
 class FlaxTextModel(FlaxPreTrainedModel):
     """A model whose main input is token ids `[batch, length]`."""
 
@@ -163,13 +172,9 @@ class FlaxTextModel(FlaxPreTrainedModel):
         if self.check_inputs:
             self.check_shapes(input_ids, attention_mask, token_type_ids, position_ids)
             self.check_ids(input_ids, token_type_ids, position_ids)
-            if masked_positions is not None:
-                if np.ndim(masked_positions) != 2:
-                    raise DataError(
-                        f"masked_positions is {list(np.shape(masked_positions))} and must be [batch, count]: a row of "
-                        "places for each text."
-                    )
-                check_ids("masked_positions", masked_positions, np.shape(input_ids)[-1], "the length of the rows")
+            for name, places in (("masked_positions", masked_positions), ("first_tokens", further.get("first_tokens"))):
+                if places is not None:
+                    check_places(name, places, np.shape(input_ids)[-1])
         unknown = sorted(further.keys() - set(self.further_inputs))
         if unknown:
             raise UsageError(f"{type(self).__name__} takes no input '{unknown[0]}': leave it out.")

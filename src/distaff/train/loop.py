@@ -115,25 +115,13 @@ def fit(
         on_log=on_log,
     )
     train_step = make_train_step(
-        loss_fn,
-        tx,
-        state=state,
-        accumulation=config.accumulation,
-        schedule=schedule,
-        donate=not config.debug_nans,
+        loss_fn, tx, state=state, accumulation=config.accumulation, schedule=schedule, donate=not config.debug_nans
     )
     window = window_from_json(meta.get("window"), mesh)
     if on_start is not None:
         on_start()
     result = _drive(
-        hooks,
-        config=config,
-        mesh=mesh,
-        train_step=train_step,
-        state=state,
-        window=window,
-        batches=batches,
-        best=best,
+        hooks, config=config, mesh=mesh, train_step=train_step, state=state, window=window, batches=batches, best=best
     )
     return result if output is None else _reloaded(result, output, source)
 
