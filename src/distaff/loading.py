@@ -142,16 +142,20 @@ def load_params(
     initializer_range: float = 0.02,
     ignore_mismatched_sizes: bool = False,
     sharding: Callable[[Leaf, tuple[int, ...]], NamedSharding | None] = lambda leaf, shape: None,
+    vocab: int | None = None,
 ) -> tuple[dict[str, Any], LoadingReport]:
     """Return parameters by path, in the dtypes of `shapes`, and what did not match.
 
+    Where `shapes` have more than `vocab` entries on an axis of the vocabulary, those behind are zeros.
+
     Raises `CheckpointError` that lists every missing, left-over or misshapen tensor of the base model at once.
     """
-    found, report = _match(checkpoint, table, shapes, family, ties, ignore_mismatched_sizes)
+    filled = {path: table[path].filled(shape.shape, vocab) for path, shape in shapes.items()}
+    found, report = _match(checkpoint, table, filled, family, ties, ignore_mismatched_sizes)
 
     def read(path: str):
         leaf, shape = table[path], shapes[path]
-        host = _host_array(leaf, shape, found, checkpoint, seed, initializer_range)
+        host = _host_array(leaf, shape, vocab, found, checkpoint, seed, initializer_range)
         return _on_devices(host, sharding(leaf, shape.shape))
 
     # Copies release the interpreter lock; two at a time keep a laptop's memory bus busy.
@@ -167,12 +171,14 @@ def random_params(
     seed: int,
     initializer_range: float,
     sharding: Callable[[Leaf, tuple[int, ...]], NamedSharding | None] = lambda leaf, shape: None,
+    vocab: int | None = None,
 ) -> dict[str, Any]:
-    """Return random parameters by path, each a function of the seed and its row alone."""
+    """Return random parameters by path, each a function of the seed and its row alone; `vocab` as in `load_params`."""
 
     def make(path: str):
         leaf, shape = table[path], shapes[path]
-        return _on_devices(_host_array(leaf, shape, {}, None, seed, initializer_range), sharding(leaf, shape.shape))
+        host = _host_array(leaf, shape, vocab, {}, None, seed, initializer_range)
+        return _on_devices(host, sharding(leaf, shape.shape))
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         return dict(zip(table, pool.map(make, table)))
@@ -187,7 +193,7 @@ def _match(checkpoint, table, shapes, family, ties, ignore_mismatched_sizes) -> 
     wrong: list[str] = []
     mismatched: list[str] = []
     for leaf in table.values():
-        want = shapes[leaf.path].shape[1:] if leaf.stacked else shapes[leaf.path].shape
+        want = shapes[leaf.path][1:] if leaf.stacked else shapes[leaf.path]
         for row in leaf.rows:
             name = names.find(row)
             if name is None:
@@ -247,11 +253,15 @@ def _refuse(checkpoint, missing, wrong, strangers) -> None:
     raise CheckpointError(f"The tensors of {files} do not fit the model; {'; '.join(faults)}. Remedy: {remedy}.")
 
 
-def _host_array(leaf, shape, found, checkpoint, seed, initializer_range) -> np.ndarray:
+def _host_array(leaf, shape, vocab, found, checkpoint, seed, initializer_range) -> np.ndarray:
     """Return the leaf as a host array of our layout, read where the file has it and random where not."""
     out = _buffer(shape.shape, np.dtype(shape.dtype))
+    inside: tuple[Any, ...] = (..., *map(slice, leaf.filled(shape.shape, vocab)))  # with the dots, always a view
+    filled = out[inside]
+    if filled.shape != out.shape:
+        out[...] = 0
     for index, row in enumerate(leaf.rows):
-        target = out[index] if leaf.stacked else out
+        target = filled[index] if leaf.stacked else filled
         name = found.get(row.key)
         if name is None:
             np.copyto(target, random_tensor(row, target.shape, seed, initializer_range), casting="unsafe")

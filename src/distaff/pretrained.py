@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import logging
+import math
 import tempfile
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -15,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from distaff.core.apply import jitted_apply
 from distaff.core.errors import UsageError, listed
-from distaff.core.mesh import param_sharding
+from distaff.core.mesh import on, param_sharding
 from distaff.core.precision import cast_floating, cast_shapes, dtype_of, is_floating
 from distaff.core.tree import Tree, flatten, unflatten
 from distaff.hub import open_checkpoint, push_folder, resolve, save_msgpack, save_safetensors
@@ -28,7 +29,7 @@ from distaff.loading import (
     random_params,
     refuse_misfits,
 )
-from distaff.resizing import resize_token_embeddings, without_padding
+from distaff.resizing import padded_for, resize_token_embeddings, without_padding
 from distaff.weights import (
     STATISTICS,
     Leaf,
@@ -61,7 +62,8 @@ class FlaxPreTrainedModel:
         seed: of the random parameters.
         dtype: dtype of the computation. Norms, softmax and losses stay float32.
         param_dtype: dtype in which parameters are kept.
-        mesh: devices to place the parameters on, by the logical axes of their rows.
+        mesh: devices to place the parameters on, by the logical axes of their rows, and to compute on. A vocabulary
+            that does not divide is padded there; nobody sees it (`resize_token_embeddings`).
         _do_init: False keeps shapes only; parameters then come with each call.
         module_fields: further fields of the module, such as `gradient_checkpointing` and `scan_layers`.
     """
@@ -93,7 +95,7 @@ class FlaxPreTrainedModel:
         if config is None:
             raise UsageError(f"{type(self).__name__} needs a config.")
         self.check_config(config)
-        self.config = config
+        self.config = padded_for(config, mesh) if module is None else config
         self.dtype, self.param_dtype = dtype_of(dtype), dtype_of(param_dtype)
         self.input_shape, self.seed, self.mesh = input_shape, seed, mesh
         self.module = module if module is not None else self._make_module(**module_fields)
@@ -146,6 +148,7 @@ class FlaxPreTrainedModel:
                 seed=int.from_bytes(np.asarray(data).tobytes(), "big"),
                 initializer_range=getattr(self.config, "initializer_range", 0.02),
                 sharding=self._sharding,
+                vocab=getattr(self.config, "vocab_size", None),
             )
         if params is not None:
             given = flatten(params)
@@ -187,9 +190,32 @@ class FlaxPreTrainedModel:
 
     def param_shardings(self, mesh: Mesh) -> dict[str, NamedSharding]:
         """Return by '/'-path where each parameter lies on `mesh`, from the logical axes of its row."""
-        shapes = flatten(self.params_shape_tree)
+        shapes, units = flatten(self.params_shape_tree), self.indivisible()
+        return {
+            path: param_sharding(mesh, shapes[path].shape, axes, units) for path, axes in self.logical_axes().items()
+        }
+
+    def logical_axes(self) -> dict[str, tuple[str | None, ...]]:
+        """Return by '/'-path the logical axes of each parameter."""
         table = self._table or leaves(generic_rows(self.params_shape_tree))
-        return {path: param_sharding(mesh, shapes[path].shape, leaf.axes) for path, leaf in table.items()}
+        return {path: leaf.axes for path, leaf in table.items()}
+
+    def indivisible(self) -> dict[str, int]:
+        """Return of how many parts, which no mesh may cut, a logical axis consists: the heads."""
+        names = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
+        heads = [getattr(self.config, name) for name in names if getattr(self.config, name, None)]
+        return {"heads": math.gcd(*heads)} if heads else {}
+
+    def filled_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return by '/'-path the shapes of parameters with a vocabulary, without the padding that they may have."""
+        shapes, vocab = flatten(self.params_shape_tree), getattr(self.config, "vocab_size", None)
+        table = {path: leaf for path, leaf in self._table.items() if "vocab" in leaf.axes}
+        return {path: leaf.filled(shapes[path].shape, vocab) for path, leaf in table.items()}
+
+    def hand_over(self) -> Tree:
+        """Return the parameters and keep none, for a training that takes them: two copies would need twice the room."""
+        params, self._params = self.params, None
+        return params
 
     resize_token_embeddings = resize_token_embeddings
 
@@ -229,7 +255,8 @@ class FlaxPreTrainedModel:
         params = self.params if params is None else params
         if list(params) == ["params"]:
             raise UsageError("params is what a module's init returns: pass what is in it, params=variables['params'].")
-        return self._jitted(params, arrays, dropout_rng, train=train, options=tuple(sorted(options.items())))
+        with on(self.mesh, params, arrays):
+            return self._jitted(params, arrays, dropout_rng, train=train, options=tuple(sorted(options.items())))
 
     # Loading and saving.
 
@@ -281,6 +308,7 @@ class FlaxPreTrainedModel:
             initializer_range=getattr(config, "initializer_range", 0.02),
             ignore_mismatched_sizes=ignore_mismatched_sizes,
             sharding=model._sharding,
+            vocab=getattr(config, "vocab_size", None),
         )
         model.loading_report.log(cls.__name__, str(name_or_dir))
         if not _do_init:
@@ -393,7 +421,7 @@ class FlaxPreTrainedModel:
         )
 
     def _sharding(self, leaf: Leaf, shape: tuple[int, ...]) -> NamedSharding | None:
-        return None if self.mesh is None else param_sharding(self.mesh, shape, leaf.axes)
+        return None if self.mesh is None else param_sharding(self.mesh, shape, leaf.axes, self.indivisible())
 
     @classmethod
     def _is_base(cls) -> bool:

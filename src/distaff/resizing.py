@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from distaff.core.errors import UsageError
+from distaff.core.mesh import RULES
 from distaff.core.tree import Tree, flatten, unflatten
 from distaff.loading import random_params
 from distaff.weights import Leaf
@@ -19,6 +21,16 @@ PADDED = "_padded_vocab_size"
 def vocab_rows(config: Any) -> int:
     """Return how many rows the tables of the vocabulary have."""
     return getattr(config, PADDED, None) or config.vocab_size
+
+
+def padded_for(config: Any, mesh: Mesh | None) -> Any:
+    """Return the config, or a copy that pads its vocabulary, so that it divides over the axis `tensor` of `mesh`."""
+    parts = 1 if mesh is None else mesh.shape[RULES["vocab"]]
+    if parts == 1 or getattr(config, "vocab_size", None) is None or vocab_rows(config) % parts == 0:
+        return config
+    config = copy.deepcopy(config)
+    setattr(config, PADDED, -(-vocab_rows(config) // parts) * parts)
+    return config
 
 
 def without_padding(config: Any, flat: dict[str, np.ndarray], table: Mapping[str, Leaf]) -> tuple[Any, dict]:
@@ -61,6 +73,7 @@ def resize_token_embeddings(
     config.vocab_size = int(new_size)
     if pad_to_multiple_of is not None and new_size % pad_to_multiple_of:
         setattr(config, PADDED, -(-config.vocab_size // pad_to_multiple_of) * pad_to_multiple_of)
+    config = padded_for(config, self.mesh)
     resized = type(self)(
         config,
         self.module.clone(config=config),

@@ -14,22 +14,37 @@ import jax
 import numpy as np
 
 from distaff.core.errors import CheckpointError, listed
-from distaff.core.tree import flatten
-from distaff.nn.stack import STACKED
+from distaff.core.tree import STACKED, flatten
 
 Kind = Literal[
-    "linear", "conv", "conv1d", "embedding", "norm_scale", "rms_scale", "bias", "raw", "mean", "variance", "count"
+    "linear",
+    "conv",
+    "conv1d",
+    "fused_conv1d",
+    "embedding",
+    "norm_scale",
+    "rms_scale",
+    "bias",
+    "fused_bias",
+    "raw",
+    "mean",
+    "variance",
+    "count",
 ]
+# Several dense layers in one: our arrays have an axis of three before the last, which files have joined with it.
+_FUSED, _FUSED_KINDS = 3, ("fused_conv1d", "fused_bias")
 
 # How PyTorch calls the last part of a parameter's name, and how Flax does.
 _LEAF_NAMES: dict[str, tuple[str, str]] = {
     "linear": ("weight", "kernel"),
     "conv": ("weight", "kernel"),
     "conv1d": ("weight", "kernel"),
+    "fused_conv1d": ("weight", "kernel"),
     "embedding": ("weight", "embedding"),
     "norm_scale": ("weight", "scale"),
     "rms_scale": ("weight", "weight"),
     "bias": ("bias", "bias"),
+    "fused_bias": ("bias", "bias"),
     "mean": ("running_mean", "mean"),
     "variance": ("running_var", "var"),
 }
@@ -133,6 +148,14 @@ def conv1d(key: str, path: str, axes: tuple[str | None, str | None], **fields: A
     ]
 
 
+def fused_conv1d(key: str, path: str, axes: tuple[str | None, str | None]) -> list[Row]:
+    """Rows of three of GPT-2's dense layers in one (`FusedDense`)."""
+    return [
+        Row(f"{key}.weight", f"{path}/kernel", "fused_conv1d", (axes[0], None, axes[1])),
+        Row(f"{key}.bias", f"{path}/bias", "fused_bias", (None, axes[1])),
+    ]
+
+
 def embedding(key: str, path: str, axes: tuple[str | None, str | None], **fields: Any) -> list[Row]:
     """Row of a lookup table `[num_embeddings, features]`."""
     return [Row(f"{key}.weight", f"{path}/embedding", "embedding", axes, **fields)]
@@ -205,6 +228,12 @@ class Leaf:
         """Logical axes of the array, "layers" first where stacked."""
         return ("layers", *self.rows[0].axes) if self.stacked else self.rows[0].axes
 
+    def filled(self, shape: tuple[int, ...], vocab: int | None) -> tuple[int, ...]:
+        """Return what of an array of `shape` is not padding, where the vocabulary has `vocab` entries."""
+        if vocab is None:
+            return tuple(shape)
+        return tuple(min(size, vocab) if axis == "vocab" else size for size, axis in zip(shape, self.axes))
+
 
 def leaves(rows: Iterable[Row], *, scan_layers: bool = False) -> dict[str, Leaf]:
     """Return the leaves of the tree by path: a stacked one, or one for each layer."""
@@ -242,13 +271,15 @@ def generic_rows(params: Mapping[str, Any]) -> list[Row]:
 def _layout(kind: Kind, file_format: str, rank: int) -> tuple[int, ...] | None:
     """Return the order of our axes in a file of that format; None where it is ours."""
     if file_format == "msgpack":
-        return (1, 0) if kind == "conv1d" else None
+        return (1, 0) if kind in ("conv1d", "fused_conv1d") else None
     # A dense layer is a convolution without a window.
     return (rank - 1, rank - 2, *range(rank - 2)) if kind in ("linear", "conv") else None
 
 
 def shape_in_file(shape: tuple[int, ...], kind: Kind, file_format: str) -> tuple[int, ...]:
     """Return the shape that an array of our `shape` has in a file of that format."""
+    if kind in _FUSED_KINDS:
+        shape = (*shape[:-2], shape[-2] * shape[-1])
     order = _layout(kind, file_format, len(shape))
     return shape if order is None else tuple(shape[axis] for axis in order)
 
@@ -256,7 +287,8 @@ def shape_in_file(shape: tuple[int, ...], kind: Kind, file_format: str) -> tuple
 def to_ours(tensor: np.ndarray, kind: Kind, file_format: str) -> np.ndarray:
     """Return a view of a file's tensor in our layout."""
     order = _layout(kind, file_format, tensor.ndim)
-    return tensor if order is None else tensor.transpose(np.argsort(order))
+    tensor = tensor if order is None else tensor.transpose(np.argsort(order))
+    return tensor.reshape(*tensor.shape[:-1], _FUSED, -1) if kind in _FUSED_KINDS else tensor
 
 
 def to_theirs(array: np.ndarray, kind: Kind, file_format: str) -> np.ndarray:
@@ -264,6 +296,8 @@ def to_theirs(array: np.ndarray, kind: Kind, file_format: str) -> np.ndarray:
     if kind == "count":
         # A whole number in PyTorch; a float here, so that a whole model can be differentiated.
         return array.astype(np.int64)
+    if kind in _FUSED_KINDS:
+        array = array.reshape(*array.shape[:-2], -1)
     order = _layout(kind, file_format, array.ndim)
     return array if order is None else array.transpose(order)
 
@@ -293,7 +327,7 @@ def random_tensor(row: Row, shape: tuple[int, ...], seed: int, initializer_range
         return np.full(shape, 1.0 if row.std is None else row.std, np.float32)
     if row.kind in ("norm_scale", "variance"):
         return np.ones(shape, np.float32)
-    if row.kind in ("bias", "mean", "count"):
+    if row.kind in ("bias", "fused_bias", "mean", "count"):
         return np.zeros(shape, np.float32)
     rng = np.random.Generator(np.random.SFC64([seed, zlib.crc32(row.path.encode())]))
     values = rng.standard_normal(shape, dtype=np.float32)
@@ -303,7 +337,7 @@ def random_tensor(row: Row, shape: tuple[int, ...], seed: int, initializer_range
 
 def decays(kind: Kind) -> bool:
     """Tell whether weight decay acts on such parameters: not on biases and norms."""
-    return kind not in ("bias", "norm_scale", "rms_scale", *_STATISTICS_KINDS)
+    return kind not in ("bias", "fused_bias", "norm_scale", "rms_scale", *_STATISTICS_KINDS)
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:

@@ -1,6 +1,7 @@
 """Meshes with the named axes `data`, `fsdp` and `tensor`, and where batches and parameters go on them."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ BATCH_AXES = ("data", "fsdp")
 
 # Which mesh axis a parameter's logical axis is split over. Axes that are not named here are replicated.
 RULES = {"vocab": "tensor", "heads": "tensor", "mlp": "tensor", "embed": "fsdp"}
+# The same for activations: rows go where their batch goes, and their features stay whole between layers.
+ACTIVATION_RULES = {"batch": BATCH_AXES, "vocab": ("tensor",), "heads": ("tensor",), "mlp": ("tensor",)}
 
 
 def make_mesh(*, data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
@@ -36,6 +39,50 @@ def make_mesh(*, data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequen
     return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
+def parse_mesh(text: str | None, devices: Sequence[Any] | None = None) -> Mesh:
+    """Return the mesh that `data=2,fsdp=2,tensor=2` describes, and for None that of all devices on `data`.
+
+    Axes that are not named have size 1, but `data` has the rest. Raises UsageError for anything else.
+    """
+    sizes: dict[str, int] = {}
+    for part in filter(None, (part.strip() for part in (text or "").split(","))):
+        name, equals, size = (piece.strip() for piece in part.partition("="))
+        if name not in AXES or not equals or name in sizes or not size.lstrip("-").isdigit():
+            raise UsageError(
+                f"The mesh '{text}' is not understood at '{part}': write each of {', '.join(AXES)} at most once with "
+                "its size, as in data=2,fsdp=2,tensor=2; -1 is what the others leave."
+            )
+        sizes[name] = int(size)
+    sizes.setdefault("data", 1 if -1 in sizes.values() else -1)
+    return make_mesh(**sizes, devices=devices)
+
+
+def on(mesh: Mesh | None, *arguments: Tree) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which a program that is compiled knows its mesh, for `constrain`.
+
+    Without a mesh nothing changes, and neither where `arguments` are traced: the program around says where it runs.
+    """
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
+    return contextlib.nullcontext() if mesh is None or mesh.size == 1 or traced else jax.set_mesh(mesh)
+
+
+def constrain(values: jax.Array, *axes: str | None) -> jax.Array:
+    """Keep `values` on the devices that their logical `axes` name, on the mesh of `on`; without a mesh, as they are.
+
+    A dimension that does not divide stays whole. Between layers this is what tells the compiler to bring parameters
+    to the rows and not rows to the parameters.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not set(AXES) <= set(mesh.axis_names):
+        return values
+    spec = []
+    for size, axis in zip(values.shape, axes, strict=True):
+        names = ACTIVATION_RULES[axis] if axis else ()
+        parts = int(np.prod([mesh.shape[name] for name in names]))
+        spec.append(names if parts > 1 and size % parts == 0 else None)
+    return jax.lax.with_sharding_constraint(values, PartitionSpec(*spec))
+
+
 def batch_devices(mesh: Mesh) -> int:
     """Return over how many devices the rows of a batch are split."""
     return int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
@@ -51,14 +98,24 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def param_sharding(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
-    """Return the sharding of a parameter with logical `axes`; a dimension that does not divide stays whole."""
+def param_sharding(
+    mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None], units: Mapping[str, int] | None = None
+) -> NamedSharding:
+    """Return the sharding of a parameter with logical `axes`; a dimension that does not divide stays whole.
+
+    `units` says of how many indivisible parts a logical axis consists: attention heads are never cut.
+    """
     spec: list[str | None] = []
     for size, axis in zip(shape, axes):
         mesh_axis = RULES.get(axis) if axis else None
-        divides = mesh_axis is not None and size % mesh.shape[mesh_axis] == 0 and mesh_axis not in spec
-        spec.append(mesh_axis if divides else None)
+        spec.append(mesh_axis if mesh_axis and divides(mesh, size, axis, units) and mesh_axis not in spec else None)
     return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def divides(mesh: Mesh, size: int, axis: str | None, units: Mapping[str, int] | None = None) -> bool:
+    """Tell whether a dimension of `size` on the logical `axis` can be split over the mesh axis of its rule."""
+    parts = mesh.shape[RULES[axis]] if axis in RULES else 1
+    return size % parts == 0 and (units or {}).get(axis or "", size) % parts == 0
 
 
 def place(batch: Tree, sharding: NamedSharding) -> Tree:

@@ -8,6 +8,9 @@ from typing import Any
 
 Tree = Any
 
+# The name of a stack's only layer where its layers are stacked, in the place of the numbers "0", "1", ...
+STACKED = "stacked"
+
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return `{"a/b": leaf}` for nested mappings. An empty mapping has no leaves."""

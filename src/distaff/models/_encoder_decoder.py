@@ -60,6 +60,7 @@ class EncoderDecoder(nn.Module):
             initializer_range=self.embedding_range(),
             dtype=self.dtype,
             param_dtype=self.param_dtype,
+            entries="vocab",
         )
         self.encoder = self.stack_class(config, False, *dtypes, self.gradient_checkpointing, self.scan_layers)
         if self.has_decoder:

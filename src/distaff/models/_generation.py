@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distaff.core.errors import DataError, UsageError
+from distaff.core.mesh import on
 from distaff.core.tree import Tree
 from distaff.generation import options as generation_options
 from distaff.generation.decoders import CausalDecoder, EncoderDecoder, Inputs, blank_of
@@ -111,11 +112,12 @@ class Generates(FlaxPreTrainedModel):
         init_cache: Any = self.init_cache  # type: ignore[attr-defined]
         blank = blank_of(lambda: init_cache(batch, started.shape[1] + plan.capacity))
         params = self.params if params is None else params
-        if streamer is None:
-            state = self._compiled.whole(params, call, blank=blank, plan=plan)
-        else:
-            rows = len(ids) * plan.copies
-            state = stream(self._compiled, params, call, blank=blank, plan=plan, rows=rows, streamer=streamer)
+        with on(self.mesh):
+            if streamer is None:
+                state = self._compiled.whole(params, call, blank=blank, plan=plan)
+            else:
+                rows = len(ids) * plan.copies
+                state = stream(self._compiled, params, call, blank=blank, plan=plan, rows=rows, streamer=streamer)
         return _output(jax.device_get(state.replace(memory=None, key=None)), prompts, plan, seed)
 
     # What a family may say otherwise.

@@ -69,7 +69,7 @@ class BertEmbeddings(nn.Module):
         """Return `[batch, length, embed]` for three `[batch, length]` arrays of ids."""
         config = self.config
 
-        def look_up(name: str, size: int, ids: jax.Array) -> jax.Array:
+        def look_up(name: str, size: int, ids: jax.Array, entries: str | None = None) -> jax.Array:
             table = embedding_table(
                 size,
                 self.width or config.hidden_size,
@@ -77,10 +77,11 @@ class BertEmbeddings(nn.Module):
                 dtype=self.dtype,
                 param_dtype=self.param_dtype,
                 name=name,
+                entries=entries,
             )
             return table(ids)
 
-        words = look_up("word_embeddings", vocab_rows(config), input_ids)
+        words = look_up("word_embeddings", vocab_rows(config), input_ids, "vocab")
         total = words if self.word_scale is None else words * self.word_scale
         total = total + look_up("token_type_embeddings", config.type_vocab_size, token_type_ids)
         total = total + look_up("position_embeddings", config.max_position_embeddings, position_ids)

@@ -18,7 +18,7 @@ from distaff.nn.layer import TransformerLayer
 from distaff.nn.norm import LayerNorm
 from distaff.nn.stack import Stack
 from distaff.resizing import vocab_rows
-from distaff.weights import Row, conv1d, embedding, norm, repeated
+from distaff.weights import Row, conv1d, embedding, fused_conv1d, norm, repeated
 
 # What the config means.
 
@@ -85,7 +85,7 @@ class GPT2Module(nn.Module):
         config, cache = self.config, past_key_values
         dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         tables = {"initializer_range": config.initializer_range, **dtypes}
-        words = embedding_table(vocab_rows(config), config.n_embd, **tables, name="wte")
+        words = embedding_table(vocab_rows(config), config.n_embd, **tables, entries="vocab", name="wte")
         positions = embedding_table(config.n_positions, config.n_embd, **tables, name="wpe")
         if position_ids is None:
             position_ids = next_positions(input_ids, cache)
@@ -145,7 +145,7 @@ def gpt2_rows(config) -> list[Row]:
             config.n_layer,
             [
                 *norm("h.{i}.ln_1", "h/{i}/attention_norm"),
-                *conv1d("h.{i}.attn.c_attn", "h/{i}/attention/qkv", ("embed", "heads")),
+                *fused_conv1d("h.{i}.attn.c_attn", "h/{i}/attention/qkv", ("embed", "heads")),
                 *conv1d("h.{i}.attn.c_proj", "h/{i}/attention/out", ("heads", "embed"), std=residual),
                 *norm("h.{i}.ln_2", "h/{i}/mlp_norm"),
                 *conv1d("h.{i}.mlp.c_fc", "h/{i}/mlp/up", ("embed", "mlp")),

@@ -94,7 +94,7 @@ class GPTNeoModule(nn.Module):
         config, cache = self.config, past_key_values
         dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         tables = {"initializer_range": config.initializer_range, **dtypes}
-        words = embedding_table(vocab_rows(config), config.hidden_size, **tables, name="wte")
+        words = embedding_table(vocab_rows(config), config.hidden_size, **tables, entries="vocab", name="wte")
         positions = embedding_table(config.max_position_embeddings, config.hidden_size, **tables, name="wpe")
         if position_ids is None:
             position_ids = next_positions(input_ids, cache)

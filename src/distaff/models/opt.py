@@ -124,7 +124,9 @@ class OPTModule(nn.Module):
         """Return `[batch, length, embed]`."""
         config = self.config
         tables = {"initializer_range": config.init_std, "dtype": self.dtype, "param_dtype": self.param_dtype}
-        words = embedding_table(vocab_rows(config), config.word_embed_proj_dim, **tables, name="embed_tokens")
+        words = embedding_table(
+            vocab_rows(config), config.word_embed_proj_dim, **tables, entries="vocab", name="embed_tokens"
+        )
         count = config.max_position_embeddings + POSITION_OFFSET
         positions = embedding_table(count, config.hidden_size, **tables, name="embed_positions")
         hidden = words(input_ids)

@@ -6,9 +6,11 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax import lax
 from transformers import ResNetConfig
 
 from distaff.core.errors import ConfigError
+from distaff.core.mesh import constrain
 from distaff.models._family import check_activation, check_fields
 from distaff.models._outputs import (
     FlaxBaseModelOutputWithPoolingAndNoAttention,
@@ -113,10 +115,20 @@ class ConvNorm(nn.Module):
             kernel_init=nn.initializers.variance_scaling(2.0, "fan_out", "normal"),
             dtype=self.dtype,
             param_dtype=self.param_dtype,
+            conv_general_dilated=_on_whole_channels,
             name="conv",
         )(hidden)
         norm = BatchNorm(dtype=self.dtype, param_dtype=self.param_dtype, name="norm")
         return ACTIVATIONS[self.activation](norm(hidden, row_mask, deterministic=deterministic))
+
+
+def _on_whole_channels(values: jax.Array, kernel: jax.Array, *settings: Any, **options: Any) -> jax.Array:
+    """Convolve with a kernel `[*window, in, out]` that is not split by what goes in.
+
+    Split by both, XLA (jaxlib 0.10.2) computes wrong gradients, and says nothing.
+    """
+    kernel = constrain(kernel, None, None, None, "mlp")
+    return constrain(lax.conv_general_dilated(values, kernel, *settings, **options), "batch", None, None, "mlp")
 
 
 class ResNetLayer(nn.Module):
@@ -138,7 +150,7 @@ class ResNetLayer(nn.Module):
         if self.layer.shortcut is not None:
             shortcut = ConvNorm(self.layer.shortcut, "linear", **dtypes, name="shortcut")
             hidden = shortcut(hidden, row_mask, deterministic)
-        return ACTIVATIONS[self.activation](inner + hidden)
+        return constrain(ACTIVATIONS[self.activation](inner + hidden), "batch", None, None, None)
 
 
 class ResNetStage(nn.Module):
@@ -245,7 +257,7 @@ def _conv_norm_rows(key: str, path: str, convolution: Convolution, *, old: str |
     # The deviation of He et al. 2015 (https://arxiv.org/abs/1502.01852), counted from what goes out.
     deviation = (2.0 / (convolution.channels * convolution.window**2)) ** 0.5
     rows = [
-        *conv(f"{key}.convolution", f"{path}/conv", (None, None, None, "mlp"), bias=False, std=deviation),
+        *conv(f"{key}.convolution", f"{path}/conv", (None, None, "embed", "mlp"), bias=False, std=deviation),
         *batch_norm(f"{key}.normalization", f"{path}/norm"),
     ]
     return [replace(row, flax_name=row.key.replace(key, old)) for row in rows] if old else rows

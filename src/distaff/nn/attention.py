@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from distaff.core.mesh import constrain
 from distaff.nn.attend import attend
 from distaff.nn.cache import KeyValue
-from distaff.nn.dense import dense
+from distaff.nn.dense import FusedDense, dense
 from distaff.nn.dropout import Dropout
 
 
@@ -25,7 +26,8 @@ class Attention(nn.Module):
 
     head_dim: width of a head, by default `embed / num_heads`. scale: factor on the scores, by default
     `head_dim ** -0.5`. use_bias: of the projections of queries, keys and values; out_bias: of that back to `embed`.
-    fused: one projection "qkv" instead of "query", "key" and "value". float32_scores: see `attend`.
+    fused: one projection "qkv", with an axis of three, instead of "query", "key" and "value". float32_scores: see
+    `attend`.
     """
 
     num_heads: int
@@ -87,11 +89,14 @@ class Attention(nn.Module):
             )(values)
 
         def heads(values: jax.Array) -> jax.Array:
-            return values.reshape(*values.shape[:-1], self.num_heads, head_dim).swapaxes(1, 2)
+            apart = values.reshape(*values.shape[:-1], self.num_heads, head_dim).swapaxes(1, 2)
+            return constrain(apart, "batch", "heads", None, None)
 
         width = self.num_heads * head_dim
         if self.fused:
-            query, key, value = map(heads, jnp.split(project(hidden, "qkv", 3 * width, self.use_bias), 3, axis=-1))
+            fields: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+            fused = FusedDense(3, width, self.initializer_range, self.use_bias, **fields, name="qkv")
+            query, key, value = map(heads, fused(hidden))
             used = KeyValue(key, value)
         else:
             query = heads(project(hidden, "query", width, self.use_bias))

@@ -29,6 +29,31 @@ def dense(
     )
 
 
+class FusedDense(nn.Module):
+    """`count` dense layers in one product. Its kernel is `[embed, count, features]`, so that each can be split."""
+
+    count: int
+    features: int
+    initializer_range: float
+    use_bias: bool = True
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, values: jax.Array) -> list[jax.Array]:
+        """Return `count` arrays `[..., features]` for `values` `[..., embed]`."""
+        init = nn.initializers.normal(self.initializer_range)
+        shape = (values.shape[-1], self.count, self.features)
+        kernel = self.param("kernel", init, shape, self.param_dtype)
+        values, kernel = nn.dtypes.promote_dtype(values, kernel, dtype=self.dtype)
+        rows = values.reshape(-1, shape[0])
+        product = lax.dot_general(rows, kernel, (((1,), (0,)), ((), ())))  # [rows, count, features]
+        if self.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, shape[1:], self.param_dtype)
+            product = product + bias.astype(product.dtype)[None]
+        return [part.reshape(*values.shape[:-1], self.features) for part in jnp.unstack(product, axis=1)]
+
+
 def _rows_by_kernel(values: jax.Array, kernel: jax.Array, dimension_numbers: Any, **options: Any) -> jax.Array:
     """Multiply `[..., embed]` with `[embed, features]` as one matrix of rows.
 

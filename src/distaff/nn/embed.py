@@ -4,18 +4,38 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from distaff.core.mesh import constrain
+
+
+class Embedding(nn.Embed):
+    """A lookup table whose features are whole while it is read; `entries` is the logical axis of its entries."""
+
+    entries: str | None = None
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """Return `[..., features]` for whole numbers `ids` `[...]`."""
+        return jnp.take(constrain(jnp.asarray(self.embedding, self.dtype), self.entries, None), ids, axis=0)
+
 
 def embedding(
-    num_embeddings: int, features: int, *, initializer_range: float, dtype, param_dtype, name: str | None = None
+    num_embeddings: int,
+    features: int,
+    *,
+    initializer_range: float,
+    dtype,
+    param_dtype,
+    name: str | None = None,
+    entries: str | None = None,
 ) -> nn.Embed:
-    """Return a lookup table `[num_embeddings, features]`."""
-    return nn.Embed(
+    """Return a lookup table `[num_embeddings, features]`; `entries` is "vocab" for that of words."""
+    return Embedding(
         num_embeddings,
         features,
         embedding_init=nn.initializers.normal(initializer_range),
         dtype=dtype,
         param_dtype=param_dtype,
         name=name,
+        entries=entries,
     )
 
 

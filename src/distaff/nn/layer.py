@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from distaff.core.mesh import constrain
 from distaff.nn.attention import Attention
 from distaff.nn.cache import LayerCache
 from distaff.nn.dropout import Dropout
@@ -90,7 +91,7 @@ class TransformerLayer(nn.Module):
 
         def leave(norm: nn.Module, inner: jax.Array) -> jax.Array:
             total = hidden + Dropout(self.dropout_rate)(inner, deterministic=deterministic)
-            return total if pre else norm(total)
+            return constrain(total if pre else norm(total), "batch", None, None)
 
         def attention(name: str) -> Attention:
             fields = {"dropout_rate": self.attention_dropout_rate, **dtypes, **(self.attention_fields or {})}

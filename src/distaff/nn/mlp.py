@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from distaff.core.mesh import constrain
 from distaff.nn.act import ACTIVATIONS
 from distaff.nn.dense import dense
 from distaff.nn.dropout import Dropout
@@ -45,5 +46,6 @@ class MLP(nn.Module):
         inner = project(self.intermediate_size, "up")(hidden)  # [batch, length, mlp]
         gate = project(self.intermediate_size, "gate")(hidden) if self.gated else None
         inner = activation(inner) if gate is None else activation(gate) * inner
+        inner = constrain(inner, "batch", None, "mlp")
         inner = Dropout(self.dropout_rate)(inner, deterministic=deterministic)
         return project(hidden.shape[-1], "down")(inner)

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from distaff.core.mesh import constrain
+from distaff.core.tree import STACKED
 from distaff.nn.cache import LayerCache
 from distaff.nn.layer import LayerInputs, LayerOutputs, LayerOwn
-
-# The name of the scanned layer, in the place of the numbers "0", "1", ... of a loop.
-STACKED = "stacked"
 
 
 class Collect(NamedTuple):
@@ -87,6 +86,7 @@ class Stack(nn.Module):
         """Run `hidden` `[batch, length, embed]` through all layers; `caches` has one entry a layer."""
         collect = Collect(output_hidden_states, output_attentions)
         run = self._scanned if self.scan else self._looped
+        hidden = constrain(hidden, "batch", None, None)
         last, collected = run(hidden, shared, caches, deterministic, collect)
         states = tuple(state for state, _ in collected)
         outputs = [rest for _, rest in collected]

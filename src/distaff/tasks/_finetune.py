@@ -20,10 +20,9 @@ import jax
 from jax.sharding import Mesh
 
 from distaff.core.errors import UsageError, listed
-from distaff.core.mesh import make_mesh
 from distaff.core.tree import Tree, flatten, unflatten
 from distaff.data.batches import Batches
-from distaff.tasks import _folder
+from distaff.tasks import _folder, _placement
 from distaff.tasks import _recipe as recipes
 from distaff.tasks._finetune_flags import FinetuneFlags
 from distaff.tasks._flags import check_epsilon
@@ -101,7 +100,7 @@ def train(recipe: Recipe, flags: FinetuneFlags) -> int:
     flags.check_selection()
     check_epsilon(flags, flags)
     folder = _folder.check_folder(flags)
-    mesh = make_mesh()
+    mesh = recipes.mesh_of(flags)
     sizes = recipes.rows_a_step(flags, mesh)
     tuning = recipe.prepare(flags, sizes)
     result = _fit(recipe, flags, tuning, mesh, folder, sizes)
@@ -167,9 +166,12 @@ def _fit(
         trained=trained,
     )
     first = next(iter(tuning.evaluations.values()), None)
+    if flags.print_placement:
+        _placement.show(tuning.model, tx, mesh)
     return fit(
         tuning.loss_fn if trained is None else partial(_without_frozen, tuning.loss_fn, trained),
         params=params,
+        filled=tuning.model.filled_shapes(),
         carried=carried,
         tx=tx,
         schedule=schedule,
@@ -194,7 +196,7 @@ def evaluate_only(recipe: Recipe, flags: FinetuneFlags) -> int:
     if not (flags.do_eval or flags.do_predict):
         raise UsageError("Without training and evaluation nothing is left to do: leave --do_eval False out.")
     folder = _folder.output_folder(flags.output_dir) if flags.output_dir is not None else None
-    mesh = make_mesh()
+    mesh = recipes.mesh_of(flags)
     tuning = recipe.prepare(flags, recipes.rows_a_step(flags, mesh))
     params, carried = _parts(tuning.model)
     evaluated: dict[str, float] = {}

@@ -51,6 +51,11 @@ class ModelFlags:
         False, "Compute activations again in the backward pass instead of keeping them."
     )
     scan_layers: bool = flag(False, "Compile one layer instead of all: faster to compile for deep models.")
+    mesh: str | None = flag(
+        None,
+        "How devices share the work: data=2,fsdp=2,tensor=2, where -1 is the rest; by default all split the data.",
+    )
+    print_placement: bool = flag(False, "Print how each parameter lies on the mesh.")
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from distaff.core.errors import CheckpointError, DistaffError, UsageError
-from distaff.core.mesh import batch_devices
+from distaff.core.mesh import batch_devices, parse_mesh
 from distaff.hub import open_tokenizer, push_folder, resolve, write_card
 from distaff.models import FAMILIES
 from distaff.pretrained import FlaxPreTrainedModel
@@ -94,6 +94,11 @@ def fit_config_to_tokenizer(config, tokenizer) -> None:
             config.decoder_start_token_id = config.pad_token_id
 
 
+def mesh_of(flags: ModelFlags) -> Mesh:
+    """Return the mesh that the flags describe."""
+    return parse_mesh(flags.mesh)
+
+
 def load_model(
     auto_class,
     flags: ModelFlags,
@@ -108,6 +113,7 @@ def load_model(
         "dtype": flags.dtype,
         "param_dtype": flags.param_dtype,
         "seed": seed,
+        "mesh": mesh_of(flags),
         "gradient_checkpointing": flags.gradient_checkpointing,
     }
     if flags.scan_layers:

@@ -16,12 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from distaff.core.errors import UsageError
-from distaff.core.mesh import make_mesh
 from distaff.core.tree import Tree
 from distaff.data.batches import Batches
 from distaff.models._seq2seq import shift_tokens_right
 from distaff.nn.vocabulary import cross_entropy_sum, score_sums
-from distaff.tasks import _folder
+from distaff.tasks import _folder, _placement
 from distaff.tasks import _recipe as recipe
 from distaff.tasks._flags import check_epsilon
 from distaff.tasks._pairs import (
@@ -89,7 +88,7 @@ def train(flags: Seq2SeqFlags, task: Task) -> int:
     check_epsilon(flags, flags)
     folder = _folder.check_folder(flags)
     side = prepare_model(flags, task)
-    model, mesh = side.model, make_mesh()
+    model, mesh = side.model, recipe.mesh_of(flags)
     rows = recipe.rows_a_step(flags, mesh)
     pairs, eval_pairs = read_pairs(flags, task)
     batches = make_batches(flags, side, pairs, rows[0], train=True)
@@ -102,9 +101,12 @@ def train(flags: Seq2SeqFlags, task: Task) -> int:
     recipe.log_start(flags, flags)
     tx, schedule = make_optimizer(flags.optimizer(), total_steps=plan.total_steps, decay_mask=model.decay_mask())
     eval_steps = 0 if evaluation is None else evaluation.batches.steps_per_epoch
+    if flags.print_placement:
+        _placement.show(model, tx, mesh)
     result = fit(
         loss_function(flags, model),
-        params=model.params,
+        params=model.hand_over,
+        filled=model.filled_shapes(),
         tx=tx,
         schedule=schedule,
         batches=batches,
@@ -152,7 +154,7 @@ def evaluate_only(flags: Seq2SeqFlags, task: Task) -> int:
     if not (flags.do_eval or flags.do_predict):
         raise UsageError("Without training and evaluation nothing is left to do: leave --do_eval False out.")
     folder = _folder.output_folder(flags.output_dir) if flags.output_dir is not None else None
-    side, mesh = prepare_model(flags, task), make_mesh()
+    side, mesh = prepare_model(flags, task), recipe.mesh_of(flags)
     named: dict[str, float] = {}
     rows, params = recipe.rows_a_step(flags, mesh)[1], side.model.params
     if flags.do_eval:

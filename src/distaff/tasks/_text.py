@@ -12,9 +12,8 @@ from typing import Any
 import jax
 
 from distaff.core.errors import DataError, UsageError
-from distaff.core.mesh import make_mesh
 from distaff.data.documents import check_joining
-from distaff.tasks import _folder
+from distaff.tasks import _folder, _placement
 from distaff.tasks import _recipe as recipes
 from distaff.tasks._flags import check_dtypes, check_epsilon
 from distaff.tasks._text_data import Rows, TextData, make_data
@@ -47,7 +46,7 @@ def train(recipe: TextRecipe, flags: Any) -> int:
     check_training(flags)
     folder = _folder.check_folder(flags)
     tokenizer, model, rows = prepare(recipe, flags)
-    mesh = make_mesh()
+    mesh = recipes.mesh_of(flags)
     sizes = recipes.rows_a_step(flags, mesh)
     data = recipe.data(flags, tokenizer, rows, vocab_size=model.config.vocab_size, sizes=sizes)
     steps_per_epoch = getattr(data.train, "steps_per_epoch", None)
@@ -55,9 +54,12 @@ def train(recipe: TextRecipe, flags: Any) -> int:
     plan.log(flags, mesh)
     recipes.log_start(flags, flags)
     tx, schedule = make_optimizer(flags.optimizer(), total_steps=plan.total_steps, decay_mask=model.decay_mask())
+    if flags.print_placement:
+        _placement.show(model, tx, mesh)
     result = fit(
         rows.loss_fn,
-        params=model.params,
+        params=model.hand_over,
+        filled=model.filled_shapes(),
         tx=tx,
         schedule=schedule,
         batches=data.train,
@@ -103,7 +105,7 @@ def evaluate_only(recipe: TextRecipe, flags: Any) -> int:
     flags.do_train = False
     folder = _folder.output_folder(flags.output_dir) if flags.output_dir is not None else None
     tokenizer, model, rows = prepare(recipe, flags)
-    mesh = make_mesh()
+    mesh = recipes.mesh_of(flags)
     sizes = recipes.rows_a_step(flags, mesh)
     data = recipe.data(flags, tokenizer, rows, vocab_size=model.config.vocab_size, sizes=sizes)
     values = measure(rows, model.params, data, mesh)

@@ -179,6 +179,21 @@ class Pair:
         """Parameters of both; the embeddings are the discriminator's."""
         return {"discriminator": self.discriminator.params, "generator": without_embeddings(self.generator.params)}
 
+    @property
+    def models(self) -> dict[str, Any]:
+        """Both, by the names of their parameters."""
+        return {"discriminator": self.discriminator, "generator": self.generator}
+
+    def hand_over(self) -> dict[str, Any]:
+        """Return the parameters of both, which keep none."""
+        generator = without_embeddings(self.generator.hand_over())
+        return {"discriminator": self.discriminator.hand_over(), "generator": generator}
+
+    def filled_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return by path the shapes of parameters with a vocabulary, without padding."""
+        each = [(name, model.filled_shapes()) for name, model in self.models.items()]
+        return {f"{name}/{path}": shape for name, shapes in each for path, shape in shapes.items()}
+
     def decay_mask(self) -> dict[str, Any]:
         """Which of them decay."""
         masks = self.discriminator.decay_mask(), self.generator.decay_mask()

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 
 from distaff.core.errors import CheckpointError, DistaffError, UsageError, listed
 from distaff.core.tree import Tree, path_of
+from distaff.train.relayout import as_stored, as_wanted
 from distaff.train.state import TrainState, abstract_state
 
 logger = logging.getLogger("distaff.train")
@@ -131,8 +132,17 @@ def complete_steps(directory: str | Path) -> list[int]:
     return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit() and (entry / _MARK).is_file())
 
 
-def restore(directory: str | Path, target: TrainState, *, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
+def restore(
+    directory: str | Path,
+    target: TrainState,
+    *,
+    step: int | None = None,
+    filled: Mapping[str, tuple[int, ...]] | None = None,
+) -> tuple[TrainState, dict[str, Any]]:
     """Return the state of `step` placed as `target` says (shapes, dtypes, shardings), and its meta.
+
+    Another mesh, layers that are stacked there and not here or the reverse, and another padding of parameters are no
+    hindrance; `filled` has by path the shapes of padded ones without it.
 
     Without `step` it is the newest that can be read: a damaged one is passed over with a warning. Raises
     CheckpointError if there is none, or if it holds other parameters than `target`.
@@ -146,7 +156,7 @@ def restore(directory: str | Path, target: TrainState, *, step: int | None = Non
     for candidate in [step] if step is not None else reversed(steps):
         folder = Path(directory).absolute() / str(candidate)
         try:
-            return _read(folder, target)
+            return _read(folder, target, filled or {})
         except DistaffError:
             raise
         except Exception as error:
@@ -157,25 +167,27 @@ def restore(directory: str | Path, target: TrainState, *, step: int | None = Non
 
 def read_params(folder: str | Path, target: Tree) -> Tree:
     """Return the parameters alone of the checkpoint `folder` (`.../checkpoints/<step>`), placed as `target` says."""
-    return _restore_items(Path(folder).absolute(), {"params": target}, with_meta=False)["params"]
+    return _restore_items(Path(folder).absolute(), {"params": target}, {}, with_meta=False)["params"]
 
 
-def read_trained(folder: str | Path, target: TrainState) -> TrainState:
+def read_trained(
+    folder: str | Path, target: TrainState, *, filled: Mapping[str, tuple[int, ...]] | None = None
+) -> TrainState:
     """Return `target` with the parameters of the checkpoint `folder`, and with what was carried beside them."""
     names = ["params"] if target.carried is None else ["params", "carried"]
     wanted = {name: item for name, item in _items(abstract_state(target)).items() if name in names}
-    read = _restore_items(Path(folder).absolute(), wanted, with_meta=False)
+    read = _restore_items(Path(folder).absolute(), wanted, filled or {}, with_meta=False)
     return replace(target, **{name: read[name] for name in names})
 
 
-def _read(folder: Path, target: TrainState) -> tuple[TrainState, dict[str, Any]]:
+def _read(folder: Path, target: TrainState, filled: Mapping[str, tuple[int, ...]]) -> tuple[TrainState, dict[str, Any]]:
     if (folder / "carried").exists() != (target.carried is not None):
         there, here = ("some", "none") if target.carried is None else ("none", "some")
         raise CheckpointError(
             f"The checkpoint {folder} holds {there} of what a run carries besides parameters (running statistics), and "
             f"this run has {here}: resume with the model that the run was begun with."
         )
-    read = _restore_items(folder, _items(target), with_meta=True)
+    read = _restore_items(folder, _items(target), filled, with_meta=True)
     opt_state = jax.tree.map(_typed, read["opt_state"], target.opt_state)
     rng = _typed(read["loop"]["rng"], target.rng)
     carried = None if target.carried is None else read["carried"]
@@ -190,7 +202,9 @@ def _items(state: TrainState) -> dict[str, Tree]:
     return items if state.carried is None else {**items, "carried": state.carried}
 
 
-def _restore_items(folder: Path, items: dict[str, Tree], *, with_meta: bool) -> Any:
+def _restore_items(
+    folder: Path, items: dict[str, Tree], filled: Mapping[str, tuple[int, ...]], *, with_meta: bool
+) -> Any:
     """Read the named items of the checkpoint `folder` after comparing all their shapes."""
     # Orbax warns about each item of a folder that it is not told how to read, wanted or not.
     handlers: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in ("params", "opt_state", "loop")}
@@ -203,19 +217,21 @@ def _restore_items(folder: Path, items: dict[str, Tree], *, with_meta: bool) -> 
         found = reader.item_metadata(step)
         if lost := [name for name in items if getattr(found[name], "tree", found[name]) is None]:
             raise ValueError(f"it does not say what its {listed(lost)} hold")
-        _compare({name: found[name] for name in items}, items, folder)
-        args: dict[str, Any] = {name: ocp.args.StandardRestore(item) for name, item in items.items()}
+        trees = {name: getattr(found[name], "tree", found[name]) for name in items}
+        stored = {name: as_stored(item, _shapes(trees[name]), filled) for name, item in items.items()}
+        _compare(trees, stored, folder)
+        args: dict[str, Any] = {name: ocp.args.StandardRestore(item) for name, item in stored.items()}
         if with_meta:
             args["meta"] = ocp.args.JsonRestore()
         read = reader.restore(step, args=ocp.args.Composite(**args))
     if with_meta and not isinstance(read["meta"], dict):
         raise ValueError("its meta is no JSON object")
-    return read
+    return {**read, **{name: as_wanted(read[name], item) for name, item in items.items()}}
 
 
 def _compare(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
     """Raise CheckpointError with every array that is missing, left over, or of another shape or dtype."""
-    have = _specifications({name: getattr(item, "tree", item) for name, item in found.items()})
+    have = _specifications(found)
     want = _specifications(wanted)
     faults = [f"{path} is missing" for path in want if path not in have]
     faults += [f"{path} is not in the model or optimizer" for path in have if path not in want]
@@ -234,6 +250,10 @@ def _specifications(tree: Tree) -> dict[str, str]:
     """Return `{path: "float32[4, 8]"}`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {path_of(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+
+
+def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
+    return {path_of(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _plain(tree: Tree) -> Tree:

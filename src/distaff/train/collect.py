@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from distaff.core.mesh import make_mesh, replicated
+from distaff.core.mesh import make_mesh, on, replicated
 from distaff.core.tree import Tree
 from distaff.train.prefetch import Prefetch
 from distaff.train.step import place_eval_rows
@@ -61,7 +61,8 @@ def collect(
 
     with Prefetch(batches, start=0, stop=batches.steps_per_epoch, place=placed) as drawn:
         for item in drawn:
-            pending.append((item.step, _outputs(forward, mesh, params, item.batch, carried)))
+            with on(mesh):
+                pending.append((item.step, _outputs(forward, mesh, params, item.batch, carried)))
             # One batch behind, so that the device has work while this waits.
             if len(pending) > 1:
                 take()

@@ -5,7 +5,7 @@ from collections import deque
 import jax
 from jax.sharding import Mesh
 
-from distaff.core.mesh import make_mesh
+from distaff.core.mesh import make_mesh, on
 from distaff.core.tree import Tree
 from distaff.train.metrics import Sums, divide
 from distaff.train.prefetch import Batches, Prefetch
@@ -37,7 +37,8 @@ def evaluate(
 
     with Prefetch(batches, start=0, stop=steps, place=lambda batch: place_eval_rows(batch, mesh)) as drawn:
         for item in drawn:
-            pending.append(eval_step(loss_fn, params, item.batch, carried))
+            with on(mesh):
+                pending.append(eval_step(loss_fn, params, item.batch, carried))
             # One batch behind, so that the device has work while this waits.
             if len(pending) > 1:
                 collect()

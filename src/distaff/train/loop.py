@@ -8,7 +8,7 @@ interrupted one are saved.
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,12 +67,13 @@ class FitResult:
 def fit(
     loss_fn: LossFunction,
     *,
-    params: Tree,
+    params: Tree | Callable[[], Tree],
     tx: optax.GradientTransformation,
     batches: Batches,
     config: LoopConfig,
     mesh: Mesh | None = None,
     param_shardings: Tree | None = None,
+    filled: Mapping[str, tuple[int, ...]] | None = None,
     carried: Tree = None,
     schedule: Schedule | None = None,
     eval_batches: Batches | None = None,
@@ -85,6 +86,8 @@ def fit(
     """Train `params` and return the result; see `LoopConfig` for the settings.
 
     loss_fn: `(params, batch, rng) -> {"loss": (sum, weight), ...}`; rng is None in evaluation.
+    params: the tree, or a function that returns it and keeps nothing, so that there are no two copies of it.
+    filled: shapes of padded parameters without their padding, by '/'-path: checkpoints may be padded otherwise.
     carried: what it hands on besides (running statistics), before the first step; then the function is
     `(params, batch, rng, carried) -> (sums, carried)`, and the result's `state.carried` holds the last.
     batches: `step -> {name: array}`, this process's `accumulation * rows` of a step's batch (see `prefetch`).
@@ -101,8 +104,15 @@ def fit(
     mesh = make_mesh() if mesh is None else mesh
     output = None if config.output_dir is None else Path(config.output_dir)
     source = _find_source(config, output)
-    state = create_state(params, tx, mesh=mesh, seed=config.seed, shardings=param_shardings, carried=carried)
-    state, meta = _restored(state, source, config=config, batches=batches)
+    state = create_state(
+        params() if callable(params) else params,
+        tx,
+        mesh=mesh,
+        seed=config.seed,
+        shardings=param_shardings,
+        carried=carried,
+    )
+    state, meta = _restored(state, source, config=config, batches=batches, filled=filled)
     best = _best_before(config, meta, output, source)
     if output is not None and source is not None:
         leave_behind(output, int(jax.device_get(state.step)))
@@ -123,7 +133,7 @@ def fit(
     result = _drive(
         hooks, config=config, mesh=mesh, train_step=train_step, state=state, window=window, batches=batches, best=best
     )
-    return result if output is None else _reloaded(result, output, source)
+    return result if output is None else _reloaded(result, output, source, filled)
 
 
 def _check(config: LoopConfig, eval_batches: Batches | None, score: Score | None) -> None:
@@ -196,7 +206,12 @@ def _drive(
     return FitResult(run.state, run.step, run.metrics, stop.number, dict(compilations.counts), best)
 
 
-def _reloaded(result: FitResult, output: Path, source: tuple[Path, int | None] | None) -> FitResult:
+def _reloaded(
+    result: FitResult,
+    output: Path,
+    source: tuple[Path, int | None] | None,
+    filled: Mapping[str, tuple[int, ...]] | None,
+) -> FitResult:
     """Return `result` with the parameters of the best step, where they are asked for."""
     best = result.best
     if best is None or best.step is None or not best.selection.reload or result.interrupted:
@@ -204,7 +219,7 @@ def _reloaded(result: FitResult, output: Path, source: tuple[Path, int | None] |
     folder = _kept(best.step, output, source)
     if folder is None:
         raise CheckpointError(f"{output} lacks the checkpoint of step {best.step}, the best one: train anew.")
-    return replace(result, state=read_trained(folder, result.state))
+    return replace(result, state=read_trained(folder, result.state, filled=filled))
 
 
 def _kept(step: int, output: Path | None, source: tuple[Path, int | None] | None) -> Path | None:
@@ -222,12 +237,17 @@ def _find_source(config: LoopConfig, output: Path | None) -> tuple[Path, int | N
 
 
 def _restored(
-    state: TrainState, source: tuple[Path, int | None] | None, *, config: LoopConfig, batches: Batches
+    state: TrainState,
+    source: tuple[Path, int | None] | None,
+    *,
+    config: LoopConfig,
+    batches: Batches,
+    filled: Mapping[str, tuple[int, ...]] | None,
 ) -> tuple[TrainState, dict[str, Any]]:
     """Return the state and meta of the checkpoint `source`, with the batches sent to its position."""
     if source is None:
         return state, {}
-    state, meta = restore(source[0], abstract_state(state), step=source[1])
+    state, meta = restore(source[0], abstract_state(state), step=source[1], filled=filled)
     restore_position(batches, meta.get("positions"))
     warn_of_other_data(meta.get("data"), identity_of(batches))
     if meta.get("seed", config.seed) != config.seed:

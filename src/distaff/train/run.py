@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from distaff.core.errors import DataError, DistaffError
+from distaff.core.mesh import on
 from distaff.core.tree import Tree
 from distaff.train.best import Best
 from distaff.train.checkpoint import Checkpoints
@@ -141,7 +142,7 @@ class Run:
     def _advance(self, drawn: Drawn) -> None:
         """Dispatch one step."""
         debugging = debugging_nans(f"step {self.step + 1}") if self.config.debug_nans else contextlib.nullcontext()
-        with debugging:
+        with debugging, on(self.mesh):
             self.state, metrics = self.train_step(self.state, drawn.batch)
         self.window = metrics if self.window is None else add_steps(self.window, metrics)
         self.step, self.position = drawn.step + 1, drawn.position

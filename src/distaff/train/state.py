@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from distaff.core.mesh import replicated
 from distaff.core.tree import Tree, map_with_path
@@ -43,11 +43,12 @@ def create_state(
 ) -> TrainState:
     """Return the state before the first step, with copies of `params` (so a donated step leaves the caller's alone).
 
-    `shardings` has the structure of `params`; without it every device of `mesh` holds all parameters, as each holds all
-    that is `carried`.
+    `shardings` has the structure of `params`; without it parameters that lie on `mesh` stay as they lie, and every
+    device holds all others, as each holds all that is `carried`.
     """
     whole = replicated(mesh)
-    shardings = jax.tree.map(lambda _: whole, params) if shardings is None else shardings
+    if shardings is None:
+        shardings = jax.tree.map(lambda leaf: _own_sharding(leaf, mesh) or whole, params)
 
     def copied(tree: Tree, shardings: Tree) -> Tree:
         # device_put may share the caller's buffers, and jit hands unchanged arguments through: only a copy is ours.
@@ -55,7 +56,7 @@ def create_state(
         return copy(jax.device_put(tree, shardings))
 
     params = copied(params, shardings)
-    like_params = _opt_state_shardings(jax.eval_shape(tx.init, params), params, shardings, default=whole)
+    like_params = opt_state_shardings(jax.eval_shape(tx.init, params), params, shardings, mesh)
     return TrainState(
         step=jax.device_put(np.zeros((), np.int32), whole),
         params=params,
@@ -76,8 +77,9 @@ def abstract_state(state: TrainState) -> TrainState:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
 
 
-def _opt_state_shardings(opt_state: Tree, params: Tree, shardings: Tree, *, default: Sharding) -> Tree:
+def opt_state_shardings(opt_state: Tree, params: Tree, shardings: Tree, mesh: Mesh) -> Tree:
     """Give a leaf of the optimizer the sharding of the parameter whose path ends its own, if it has its shape."""
+    default = replicated(mesh)
     by_path: dict[str, tuple[tuple[int, ...], Sharding]] = {}
 
     def note(path: str, leaf: Any) -> None:
@@ -95,6 +97,12 @@ def _opt_state_shardings(opt_state: Tree, params: Tree, shardings: Tree, *, defa
         return default
 
     return map_with_path(choose, opt_state)
+
+
+def _own_sharding(leaf: Any, mesh: Mesh) -> Sharding | None:
+    """Return where an array lies, if that is on `mesh`."""
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) and sharding.mesh == mesh else None
 
 
 def _with_sharding(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:

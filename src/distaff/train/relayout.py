@@ -1,0 +1,111 @@
+"""Reading a checkpoint into another layout of the same model: layers stacked or apart, a vocabulary padded otherwise.
+
+The target of a restore says how arrays shall be, a checkpoint how they are. `as_stored` gives the tree to read,
+`as_wanted` turns what was read into the target's form. Both leave alone what is the same.
+"""
+
+from collections.abc import Mapping
+from operator import itemgetter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from distaff.core.tree import STACKED, Tree, map_with_path, path_of
+
+Shape = tuple[int, ...]
+
+
+def as_stored(target: Tree, stored: Mapping[str, Shape], filled: Mapping[str, Shape]) -> Tree:
+    """Return `target`, a tree of `ShapeDtypeStruct`, in the layout that the arrays `stored` by path have.
+
+    `filled` has by path the shapes of padded parameters without their padding. Arrays that differ in anything else keep
+    the shape that is wanted, so that a comparison finds them.
+    """
+
+    def subtree(key_path: Any, node: Any) -> Any:
+        path = path_of(key_path)
+        if _is_layers(node):
+            node = _stored_layers(node, path, stored)
+
+        def leaf_as_stored(inside: str, leaf: Any) -> Any:
+            full = "/".join(filter(None, (path, inside)))
+            return _stored_padding(leaf, stored.get(full), _ending(full, filled))
+
+        return map_with_path(leaf_as_stored, node)
+
+    return jax.tree_util.tree_map_with_path(subtree, target, is_leaf=_is_layers)
+
+
+def as_wanted(read: Tree, target: Tree) -> Tree:
+    """Return what was `read` of a tree that `as_stored` gave, in the form and on the devices of `target`."""
+
+    def subtree(want: Any, have: Any) -> Any:
+        if _is_layers(want) and STACKED in want and STACKED not in have:
+            parts = [have[str(index)] for index in range(len(have))]
+            have = {STACKED: jax.tree.map(lambda *each: jnp.stack(each), *parts)}
+        elif _is_layers(want) and STACKED in have and STACKED not in want:
+            have = {name: jax.tree.map(itemgetter(int(name)), have[STACKED]) for name in want}
+        return jax.tree.map(_fitted, want, have)
+
+    return jax.tree.map(subtree, target, read, is_leaf=_is_layers)
+
+
+def _is_layers(node: Any) -> bool:
+    """Tell whether a node holds layers: one stacked one, or several by their numbers."""
+    return isinstance(node, Mapping) and (STACKED in node or (bool(node) and set(node) == _numbers(len(node))))
+
+
+def _numbers(count: int) -> set[str]:
+    return {str(index) for index in range(count)}
+
+
+def _stored_layers(node: Any, path: str, stored: Mapping[str, Shape]) -> Any:
+    """Return the layers at `path` stacked where they are stored so, and apart where they are stored apart."""
+    parts = [name.removeprefix(f"{path}/").partition("/")[0] for name in stored if name.startswith(f"{path}/")]
+    if STACKED in node and set(parts) == _numbers(len(set(parts))):
+        one = jax.tree.map(lambda leaf: _like(leaf, leaf.shape[1:], leaf.sharding.spec[1:]), node[STACKED])
+        return {str(index): one for index in range(len(set(parts)))}
+    if STACKED not in node and STACKED in parts:
+        count = len(node)
+        return {
+            STACKED: jax.tree.map(
+                lambda leaf: _like(leaf, (count, *leaf.shape), (None, *leaf.sharding.spec)), node["0"]
+            )
+        }
+    return node
+
+
+def _stored_padding(leaf: Any, shape: Shape | None, filled: Shape | None) -> Any:
+    """Return `leaf` with the stored `shape` where both hold the same `filled` part."""
+    if shape is None or filled is None or shape == leaf.shape or len(shape) != len(filled):
+        return leaf
+    holds = all(size >= part for size, part in zip(shape, filled)) and len(leaf.shape) == len(filled)
+    return _like(leaf, shape, leaf.sharding.spec) if holds else leaf
+
+
+def _like(leaf: Any, shape: Shape, spec: Any) -> jax.ShapeDtypeStruct:
+    """Return an array of another shape on the devices of `leaf`, whole along what does not divide."""
+    mesh, kept = leaf.sharding.mesh, []
+    for size, names in zip(shape, spec):
+        parts = 1
+        for name in () if names is None else (names,) if isinstance(names, str) else names:
+            parts *= mesh.shape[name]
+        kept.append(names if size % parts == 0 else None)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*kept)))
+
+
+def _fitted(want: Any, have: Any) -> Any:
+    """Return `have` cut or filled up with zeros to the shape of `want`, where `want` lies."""
+    if have.shape != want.shape:
+        have = have[tuple(map(slice, want.shape))]
+        have = jnp.pad(have, [(0, more - size) for size, more in zip(have.shape, want.shape)])
+    return have if have.sharding == want.sharding else jax.device_put(have, want.sharding)
+
+
+def _ending(path: str, filled: Mapping[str, Shape]) -> Shape | None:
+    """Return the shape of the parameter whose path ends `path`: moments stand under the paths of their parameters."""
+    parts = path.split("/")
+    ends = ("/".join(parts[start:]) for start in range(len(parts)))
+    return next((filled[end] for end in ends if end in filled), None)

@@ -1,0 +1,86 @@
+"""A checkpoint is read on any mesh, by scanned and by looped layers, whatever padding the vocabulary has."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from distaff.core.errors import CheckpointError
+from distaff.core.mesh import make_mesh
+from distaff.core.tree import flatten
+from distaff.train.checkpoint import Checkpoints, complete_steps, read_trained, restore
+from distaff.train.state import abstract_state, create_state
+from test_mesh import KINDS
+
+AUTO_CLASS, CONFIG = KINDS["gpt_neo"]
+
+
+def state_on(devices, *, scan=False, seed=3, tx=None, **sizes):
+    """A model on the first `devices`, with moments that are not zero."""
+    mesh = make_mesh(devices=jax.devices()[:devices], **sizes)
+    model = AUTO_CLASS.from_config(CONFIG, seed=seed, mesh=mesh, scan_layers=scan)
+    tx = tx or optax.adamw(1e-3)
+    state = create_state(model.params, tx, mesh=mesh, seed=seed)
+    _, opt_state = tx.update(state.params, state.opt_state, state.params)
+    return model, state.replace(opt_state=opt_state)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A state of looped layers on two by two devices, where a vocabulary of 61 has 62 entries, and its folder."""
+    folder = tmp_path_factory.mktemp("run")
+    _, state = state_on(4, data=1, fsdp=2, tensor=2)
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, state, {"step": 1})
+    return state, folder
+
+
+def entries(state):
+    """Parameters and first moments by path, without padding, layers apart."""
+    found = {}
+    for name, tree in (("params", state.params), ("mu", state.opt_state[0].mu)):
+        for path, array in flatten(jax.device_get(tree)).items():
+            array = array[:61] if path.endswith("wte/embedding") else array
+            parts = {path: array}
+            if "/stacked/" in path:
+                parts = {path.replace("stacked", str(index)): each for index, each in enumerate(array)}
+            found.update({f"{name}/{path}": each for path, each in parts.items()})
+    return found
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(("devices", "sizes"), [(1, {}), (2, {}), (8, {"data": 2, "fsdp": 1, "tensor": 4})])
+def test_a_checkpoint_is_read_on_other_devices(saved, devices, sizes, scan):
+    before, folder = saved
+    model, fresh = state_on(devices, scan=scan, seed=4, **sizes)
+    state, meta = restore(folder, abstract_state(fresh), filled=model.filled_shapes())
+    assert meta == {"step": 1}
+    ours, theirs = entries(before), entries(state)
+    assert ours.keys() == theirs.keys()
+    for path, array in ours.items():
+        np.testing.assert_array_equal(theirs[path], array, err_msg=path)
+    placed, wanted = (jax.tree.map(lambda leaf: leaf.sharding, tree) for tree in (state.params, fresh.params))
+    assert placed == wanted
+    table = state.params["transformer"]["wte"]["embedding"]
+    assert not np.asarray(table)[61:].any()
+
+
+def test_scanned_layers_are_read_apart(tmp_path):
+    _, scanned = state_on(2, scan=True, data=1, tensor=2)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(7, scanned, {})
+    model, fresh = state_on(1, seed=4)
+    state = read_trained(tmp_path / str(complete_steps(tmp_path)[0]), fresh, filled=model.filled_shapes())
+    ours, theirs = entries(scanned), entries(state)
+    for path in (path for path in ours if path.startswith("params/")):
+        np.testing.assert_array_equal(theirs[path], ours[path], err_msg=path)
+
+
+def test_another_model_is_still_refused(saved):
+    _, folder = saved
+    model, fresh = state_on(1, tx=optax.sgd(0.1))
+    with pytest.raises(CheckpointError, match="does not fit this run"):
+        restore(folder, abstract_state(fresh), filled=model.filled_shapes())
+    _, fresh = state_on(1)
+    with pytest.raises(CheckpointError, match=r"wte/embedding is float32\[62, 32\] there and float32\[61, 32\] here"):
+        restore(folder, abstract_state(fresh))
