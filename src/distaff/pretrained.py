@@ -37,6 +37,7 @@ from distaff.weights import (
     decays,
     generic_rows,
     held,
+    is_matrix,
     leaves,
     shapes_by_rows,
     tensors_to_write,
@@ -135,7 +136,7 @@ class FlaxPreTrainedModel:
         """Return random parameters for `rng`; where `params` has a leaf, that one is kept."""
         if not hasattr(rng, "dtype"):
             raise UsageError(f"init_weights takes a random key and not {rng!r}: pass jax.random.key({rng!r}).")
-        if not self._table:
+        if not self.rows(self.module):
             made = jax.jit(self.module.init)({"params": rng}, **self.dummy_inputs(input_shape))
             flat = flatten(held(made, lambda params: cast_floating(params, self.param_dtype)))
         else:
@@ -182,14 +183,16 @@ class FlaxPreTrainedModel:
 
     def decay_mask(self) -> Tree:
         """Return booleans, shaped as the parameters, that are False for biases and norms."""
-        table = self._table or leaves(generic_rows(self.params_shape_tree))
-        return unflatten({path: decays(leaf.kind) for path, leaf in table.items()})
+        return unflatten({path: decays(leaf.kind) for path, leaf in self._table.items()})
+
+    def matrices(self) -> Tree:
+        """Return booleans, shaped as the parameters, that are True for the kernels `[..., in, out]` in layers."""
+        return unflatten({path: is_matrix(leaf) for path, leaf in self._table.items()})
 
     def param_shardings(self, mesh: Mesh) -> dict[str, NamedSharding]:
         """Return by '/'-path where each parameter lies on `mesh`, from the logical axes of its row."""
         shapes = flatten(self.params_shape_tree)
-        table = self._table or leaves(generic_rows(self.params_shape_tree))
-        return {path: param_sharding(mesh, shapes[path].shape, leaf.axes) for path, leaf in table.items()}
+        return {path: param_sharding(mesh, shapes[path].shape, leaf.axes) for path, leaf in self._table.items()}
 
     resize_token_embeddings = resize_token_embeddings
 
@@ -270,10 +273,9 @@ class FlaxPreTrainedModel:
             logger.info("The file holds a head that differs from the embeddings: it is loaded as untied.")
             config.tie_word_embeddings = False
         model = cls(config, seed=seed, dtype=dtype, param_dtype=param_dtype, mesh=mesh, _do_init=False, **fields)
-        table = model._table or leaves(generic_rows(model.params_shape_tree))
         flat, model.loading_report = load_params(
             checkpoint,
-            table,
+            model._table,
             flatten(model.params_shape_tree),
             family=family,
             ties=cls.ties(config),
@@ -314,9 +316,8 @@ class FlaxPreTrainedModel:
         params = self.params if params is None else params
         flat = {path: np.asarray(jax.device_get(leaf)) for path, leaf in flatten(params).items()}
         refuse_misfits(flat, self.params_shape_tree, name=type(self).__name__)
-        table = self._table or leaves(generic_rows(self.params_shape_tree))
-        config, flat = without_padding(self.config, flat, table)
-        tensors = tensors_to_write(flat, table, save_format)
+        config, flat = without_padding(self.config, flat, self._table)
+        tensors = tensors_to_write(flat, self._table, save_format)
         if save_format == "safetensors":
             save_safetensors(folder, tensors, max_shard_size=max_shard_size)
         else:
@@ -361,17 +362,16 @@ class FlaxPreTrainedModel:
         unknown = sorted(fields.keys() - known)
         if unknown:
             near = difflib.get_close_matches(unknown[0], known, 1)
-            raise UsageError(
-                f"{type(self).__name__} has no setting '{unknown[0]}'"
-                + (f": did you mean '{near[0]}'?" if near else f": it has {listed(sorted(known))}.")
-            )
+            hint = f"did you mean '{near[0]}'?" if near else f"it has {listed(sorted(known))}."
+            raise UsageError(f"{type(self).__name__} has no setting '{unknown[0]}': {hint}")
         if "param_dtype" in known:
             fields["param_dtype"] = self.param_dtype
         return self.module_class(config=self.config, dtype=self.dtype, **fields)
 
     @property
     def _table(self) -> dict[str, Leaf]:
-        return leaves(self.rows(self.module), scan_layers=getattr(self.module, "scan_layers", False))
+        rows = self.rows(self.module) or generic_rows(self.params_shape_tree)
+        return leaves(rows, scan_layers=getattr(self.module, "scan_layers", False))
 
     def _shapes(self) -> Tree:
         """Return the parameters' shapes and dtypes.
@@ -387,10 +387,9 @@ class FlaxPreTrainedModel:
             return module.init({"params": jax.random.key(0)}, **inputs)
 
         shapes = held(jax.eval_shape(init), lambda params: cast_shapes(params, self.param_dtype))
-        name = type(self).__name__
-        return (
-            unflatten(shapes_by_rows(flatten(shapes), rows, scan_layers=bool(scanned), name=name)) if rows else shapes
-        )
+        if not rows:
+            return shapes
+        return unflatten(shapes_by_rows(flatten(shapes), rows, scan_layers=bool(scanned), name=type(self).__name__))
 
     def _sharding(self, leaf: Leaf, shape: tuple[int, ...]) -> NamedSharding | None:
         return None if self.mesh is None else param_sharding(self.mesh, shape, leaf.axes)

@@ -54,6 +54,7 @@ class FitResult:
     interrupted: the number of the signal that ended the run early, else None.
     compilations: how often `train_step` and `eval_step` were compiled.
     best: the best evaluation, where evaluations are compared; with `reload` the state holds its parameters.
+    params: to evaluate and to save: the state's, or their average where the run kept one.
     """
 
     state: TrainState
@@ -62,6 +63,11 @@ class FitResult:
     interrupted: int | None
     compilations: dict[str, int]
     best: Best | None = None
+
+    @property
+    def params(self) -> Tree:
+        """See above."""
+        return self.state.evaluated
 
 
 def fit(
@@ -101,7 +107,10 @@ def fit(
     mesh = make_mesh() if mesh is None else mesh
     output = None if config.output_dir is None else Path(config.output_dir)
     source = _find_source(config, output)
-    state = create_state(params, tx, mesh=mesh, seed=config.seed, shardings=param_shardings, carried=carried)
+    averaged = config.ema_decay is not None
+    state = create_state(
+        params, tx, mesh=mesh, seed=config.seed, shardings=param_shardings, carried=carried, averaged=averaged
+    )
     state, meta = _restored(state, source, config=config, batches=batches)
     best = _best_before(config, meta, output, source)
     if output is not None and source is not None:
@@ -115,7 +124,13 @@ def fit(
         on_log=on_log,
     )
     train_step = make_train_step(
-        loss_fn, tx, state=state, accumulation=config.accumulation, schedule=schedule, donate=not config.debug_nans
+        loss_fn,
+        tx,
+        state=state,
+        accumulation=config.accumulation,
+        schedule=schedule,
+        donate=not config.debug_nans,
+        ema_decay=config.ema_decay,
     )
     window = window_from_json(meta.get("window"), mesh)
     if on_start is not None:
