@@ -58,7 +58,9 @@ class HandOver:
             score(params, *(() if carried is None else (carried,)))
         evaluates = eval_batches is not None or score is not None
         metrics = {"loss": 1.0, **({"eval_loss": 1.0} if evaluates else {})}
-        return FitResult(SimpleNamespace(params=params, carried=carried), config.total_steps, metrics, None, {})
+        return FitResult(
+            SimpleNamespace(params=params, evaluated=params, carried=carried), config.total_steps, metrics, None, {}
+        )
 
     def evaluate(self, loss_fn, *, params, batches, steps, mesh):
         self.seen["called"].append("evaluate")
@@ -111,6 +113,7 @@ class HandOver:
         def make(config, **others):
             self.seen["optimizer"] = dataclasses.asdict(config)
             self.seen["trained"] = others.get("trained")
+            assert any(jax.tree.leaves(others["matrices"])) or config.name != "muon"
             self.optimizer = inner(config, **others)
             return self.optimizer
 
