@@ -142,12 +142,12 @@ def test_eval_command_repeats_the_runs_figures(corpus, finished, tmp_path, capsy
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--optimizer", "muon", "--moment_dtype", "bfloat16", "--ema_decay", "0.9"),
+        ("--optimizer", "lion", "--moment_dtype", "bfloat16", "--ema_decay", "0.9"),
         ("--gradient_accumulation_steps", "2", "--adafactor"),
         ("--streaming", "--num_eval_samples", "20", "--shuffle_buffer_size", "5"),
         ("--line_by_line", "--pad_to_max_length", "False", "--whole_word_mask"),
     ],
-    ids=["muon", "adafactor", "streaming", "lines"],
+    ids=["lion", "adafactor", "streaming", "lines"],
 )
 def test_stop_and_resume_equals_an_uninterrupted_run(corpus, tmp_path, flags):
     """With dropout; resumed twice (cases T68 and T101)."""

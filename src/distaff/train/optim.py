@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -126,7 +125,7 @@ def _direction(config: OptimizerConfig, matrices: Tree | None) -> optax.Gradient
         case "sm3":
             return _sm3()
         case "muon":
-            labels = partial(_muon_labels, matrices)
+            labels = _labels_by_rank if matrices is None else _muon_labels(matrices)
             return optax.partition({"muon": _muon(config.moment_dtype), "adamw": adam}, labels)
     return adam
 
@@ -156,12 +155,17 @@ def _muon(moment_dtype: str | None) -> optax.GradientTransformation:
     return optax.chain(orthogonal, optax.stateless(scaled))
 
 
-def _muon_labels(matrices: Tree | None, params: Tree) -> Tree:
+def _muon_labels(matrices: Tree) -> Tree:
     """Return "muon" or "adamw" for each parameter; `UsageError` where Muon would have none."""
-    chosen = jax.tree.map(lambda leaf: jnp.ndim(leaf) == 2, params) if matrices is None else matrices
-    if not any(jax.tree.leaves(chosen)):
-        raise UsageError("Muon makes the steps of matrices in layers, and this model has none: take another optimizer.")
-    return jax.tree.map(lambda matrix: "muon" if matrix else "adamw", chosen)
+    if not any(jax.tree.leaves(matrices)):
+        raise UsageError(
+            "Muon makes the steps of matrices in layers, and this model trains none: take another optimizer."
+        )
+    return jax.tree.map(lambda matrix: "muon" if matrix else "adamw", matrices)
+
+
+def _labels_by_rank(params: Tree) -> Tree:
+    return _muon_labels(jax.tree.map(lambda leaf: jnp.ndim(leaf) == 2, params))
 
 
 def make_schedule(config: OptimizerConfig, *, total_steps: int) -> Schedule:
