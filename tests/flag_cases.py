@@ -58,9 +58,7 @@ class HandOver:
             score(params, *(() if carried is None else (carried,)))
         evaluates = eval_batches is not None or score is not None
         metrics = {"loss": 1.0, **({"eval_loss": 1.0} if evaluates else {})}
-        return FitResult(
-            SimpleNamespace(params=params, evaluated=params, carried=carried), config.total_steps, metrics, None, {}
-        )
+        return FitResult(SimpleNamespace(evaluated=params, carried=carried), config.total_steps, metrics, None, {})
 
     def evaluate(self, loss_fn, *, params, batches, steps, mesh):
         self.seen["called"].append("evaluate")
