@@ -16,12 +16,41 @@ from pathlib import Path
 import jax
 import pytest
 
+from distaff.core.mesh import make_mesh, parse_mesh
+from distaff.tasks import _recipe as recipe
+
 pytest.register_assert_rewrite("battery")
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / "build" / "jax-cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_device_by_default():
+    """Recipes without `--mesh` run on one of the eight devices: programs for all of them take several times as long
+    to compile and to run on one processor. Tests of many devices name them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "mesh_of", lambda flags: parse_mesh(flags.mesh, devices=devices_for(flags.mesh)))
+        yield
+
+
+@pytest.fixture
+def run_on(monkeypatch):
+    """A function that sets on how many devices the recipes of a test run."""
+
+    def choose(count: int) -> None:
+        mesh = make_mesh(devices=jax.devices()[:count])
+        monkeypatch.setattr(recipe, "mesh_of", lambda flags: mesh)
+
+    return choose
+
+
+def devices_for(mesh: str | None) -> list:
+    """All devices for a mesh that is named, else the first."""
+    return jax.devices() if mesh else jax.devices()[:1]
+
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 

@@ -48,7 +48,7 @@ class HandOver:
         self.seen["called"].append("fit")
         self.seen["loop"] = dataclasses.asdict(config)
         assert (others["tx"], schedule) == self.optimizer
-        carried = others.get("carried")
+        carried, params = others.get("carried"), params() if callable(params) else params
         self.keep(loss_fn, params, batches, jax.random.key(0), *(() if carried is None else (carried,)))
         self.later["train"] = lambda: [digest(self.batch(step)) for step in range(3)]
         self.later["rows"] = lambda: len(jax.tree.leaves(self.batch(0))[0])
@@ -58,7 +58,7 @@ class HandOver:
             score(params, *(() if carried is None else (carried,)))
         evaluates = eval_batches is not None or score is not None
         metrics = {"loss": 1.0, **({"eval_loss": 1.0} if evaluates else {})}
-        return FitResult(SimpleNamespace(params=params, carried=carried), config.total_steps, metrics, None, {})
+        return FitResult(SimpleNamespace(evaluated=params, carried=carried), config.total_steps, metrics, None, {})
 
     def evaluate(self, loss_fn, *, params, batches, steps, mesh):
         self.seen["called"].append("evaluate")
@@ -111,6 +111,7 @@ class HandOver:
         def make(config, **others):
             self.seen["optimizer"] = dataclasses.asdict(config)
             self.seen["trained"] = others.get("trained")
+            assert any(jax.tree.leaves(others["matrices"])) or config.name != "muon"
             self.optimizer = inner(config, **others)
             return self.optimizer
 

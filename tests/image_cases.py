@@ -36,7 +36,7 @@ def train(corpus, output, *flags, kind="vit", steps=3):
     shape = {"vit": VIT, "resnet": RESNET}[kind]
     words = ("--output_dir", output, "--model_type", kind, "--config_overrides", shape, "--image_size", 8)
     words += ("--train_dir", corpus / "train", "--max_steps", steps, "--learning_rate", "2e-2", "--report_to", "none")
-    return run("train", *words, "--validation_dir", corpus / "validation", "--per_device_train_batch_size", 1, *flags)
+    return run("train", *words, "--validation_dir", corpus / "validation", "--per_device_train_batch_size", 8, *flags)
 
 
 def evaluate(corpus, model, *flags):

@@ -49,7 +49,7 @@ def make_tokenizer(folder):
 
 def run(command, *flags):
     """Run `distaff train glue` or `eval glue`, by the row and the device, and return the exit code."""
-    training = ("--per_device_train_batch_size", 1, "--report_to", "none") if command == "train" else ()
+    training = ("--per_device_train_batch_size", 8, "--report_to", "none") if command == "train" else ()
     return main([command, "glue", "--per_device_eval_batch_size", "1", *map(str, (*training, *flags))])
 
 

@@ -46,7 +46,7 @@ def run(command, task, corpus, *flags):
     """Run `distaff train` or `eval` with the corpus's validation file and return the exit code."""
     validation = ("--validation_file", corpus / "validation.jsonl")
     rows = ("--per_device_eval_batch_size", 1)
-    training = ("--per_device_train_batch_size", 1, "--report_to", "none") if command == "train" else ()
+    training = ("--per_device_train_batch_size", 8, "--report_to", "none") if command == "train" else ()
     return main([command, task, *map(str, (*validation, *rows, *training, *flags))])
 
 

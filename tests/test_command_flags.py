@@ -167,6 +167,7 @@ def test_generate(tmp_path, monkeypatch, capsys):
         "seed": ("3", "--seed 2"),
         "batch_size": ("2", ""),
         "dtype": ("bfloat16", ""),
+        "mesh": ("data=8", ""),
         "json": ("", ""),
     }
     assert_all_change("generate", table, run)
@@ -197,6 +198,7 @@ def test_predict_image_classification(monkeypatch, capsys):
         "images": ("b.png c.png", ""),
         "top_k": ("2", ""),
         "batch_size": ("2", ""),
+        "mesh": ("data=8", ""),
         "json": ("", ""),
     }
     assert_all_change("predict-images", table, run)
@@ -226,6 +228,7 @@ def test_predict_question_answering(monkeypatch, capsys, tmp_path):
         "file": ("FOLDER/questions.jsonl", ""),
         **dict.fromkeys(("top_k", "max_answer_len", "max_seq_len", "doc_stride", "batch_size"), ("2", "")),
         "handle_impossible_answer": ("", ""),
+        "mesh": ("data=8", ""),
         "json": ("", ""),
     }
     assert_all_change("predict-answers", table, run)
@@ -246,7 +249,7 @@ PREDICTING = {
     "text_column": ("more", "--file FOLDER/texts.jsonl"),
     "json": ("", ""),
 }
-BATCHES = {**PREDICTING, "batch_size": ("2", ""), "dtype": ("bfloat16", "")}
+BATCHES = {**PREDICTING, "batch_size": ("2", ""), "dtype": ("bfloat16", ""), "mesh": ("data=8", "")}
 WRITING = {**BATCHES, "max_new_tokens": ("3", ""), "num_beams": ("2", ""), "truncation": ("", "")}
 PREFIXED = {**WRITING, "prefix": ("say: ", "")}
 PREDICT_FLAGS = {

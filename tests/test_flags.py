@@ -168,6 +168,8 @@ SHARED = {
     "param_dtype": Case("bfloat16", "params"),
     "gradient_checkpointing": Case("", "program"),
     "scan_layers": Case("", "params"),
+    "mesh": Case("data=8", "train"),
+    "print_placement": Case("", "printed"),
     "output_dir": Case("{fresh}", "files", also="--output_dir {unused}"),
     "overwrite_output_dir": Case("", "code", also="--output_dir {occupied}"),
     "resume_from_checkpoint": Case("", "code", also="--output_dir {occupied}"),
@@ -388,10 +390,10 @@ EVALUATION_OWN = {
     "summarization": {"seed": UNTIED, "do_eval": Case("False", "called", also=PREDICTING)},
     "translation": {"seed": UNTIED, "do_eval": Case("False", "called", also=PREDICTING)},
 }
-# Numbers of the loop and the optimizer, all given at once: each reaches the setting that bears its meaning.
+# Numbers of the loop and the optimizer, given at once but for those in APART: each reaches the setting that bears its meaning.
 NUMBERS = {
-    "per_device_train_batch_size": ("2", "rows", None, 2 * 8 * 3),
-    "per_device_eval_batch_size": ("3", "eval_rows", None, 3 * 8),
+    "per_device_train_batch_size": ("2", "rows", None, 2 * 3),
+    "per_device_eval_batch_size": ("3", "eval_rows", None, 3),
     "gradient_accumulation_steps": ("3", "loop", "accumulation", 3),
     "max_steps": ("17", "loop", "total_steps", 17),
     "logging_steps": ("4", "loop", "log_every", 4),
@@ -405,14 +407,20 @@ NUMBERS = {
     "report_to": ("tensorboard", "loop", "report_to", ("tensorboard",)),
     "learning_rate": ("0.25", "optimizer", "learning_rate", 0.25),
     "weight_decay": ("0.5", "optimizer", "weight_decay", 0.5),
+    "optimizer": ("muon", "optimizer", "optimizer", "muon"),
+    "moment_dtype": ("bfloat16", "optimizer", "moment_dtype", "bfloat16"),
+    "ema_decay": ("0.5", "loop", "ema_decay", 0.5),
     "adam_beta1": ("0.7", "optimizer", "adam_beta1", 0.7),
     "adam_beta2": ("0.8", "optimizer", "adam_beta2", 0.8),
     "adam_epsilon": ("0.125", "optimizer", "adam_epsilon", 0.125),
     "adafactor": ("True", "optimizer", "adafactor", True),
+    "sgd_momentum": ("0.5", "optimizer", "sgd_momentum", 0.5),
     "max_grad_norm": ("2.5", "optimizer", "max_grad_norm", 2.5),
     "lr_scheduler_type": ("cosine", "optimizer", "lr_scheduler_type", "cosine"),
     "warmup_steps": ("3", "optimizer", "warmup_steps", 3),
 }
+# Those of another optimizer, with the words that stand beside them.
+APART = {"adafactor": "", "sgd_momentum": "--optimizer sgd"}
 
 
 class Bench:
@@ -484,11 +492,11 @@ class Bench:
         return self.runs[key]
 
     def base(self, command):
-        words = f"--validation_file {{validation}} --per_device_eval_batch_size 1 {' '.join(self.recipe.length)}"
+        words = f"--validation_file {{validation}} --per_device_eval_batch_size 8 {' '.join(self.recipe.length)}"
         words += " --source_lang en --target_lang de" if self.name == "translation" else ""
         if command == "eval":
             return f"{words} --model_name_or_path {{checkpoint}} --output_dir {{unused}}"
-        words += " --train_file {train} --per_device_train_batch_size 1 --max_steps 6 --report_to none"
+        words += " --train_file {train} --per_device_train_batch_size 8 --max_steps 6 --report_to none"
         words += f" --model_type {self.recipe.model_type} --config_overrides {{shape}} --output_dir {{fresh}}"
         return words if self.recipe.data == "images" else f"{words} --tokenizer_name {self.corpus / 'train-tokenizer'}"
 
@@ -544,12 +552,15 @@ def test_a_flag_changes_what_it_names(bench, command, recipe, flag):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_number_reaches_its_setting(bench, recipe):
-    words = [word for flag, (value, *_) in NUMBERS.items() for word in (f"--{flag}", value)]
-    plain, given = bench(recipe).run("train"), bench(recipe).run("train", *words)
-    assert given.of("code") == 0, given.of("error")
-    for flag, (_, place, field, wanted) in NUMBERS.items():
-        before, after = (run.of(place) if field is None else run.of(place)[field] for run in (plain, given))
-        assert after == wanted != before, flag
+    plain, together = bench(recipe).run("train"), NUMBERS.keys() - APART.keys()
+    for flags, beside in (together, ""), *(([flag], beside) for flag, beside in APART.items()):
+        words = [word for flag in sorted(flags) for word in (f"--{flag}", NUMBERS[flag][0])]
+        given = bench(recipe).run("train", *words, *beside.split())
+        assert given.of("code") == 0, given.of("error")
+        for flag in flags:
+            _, place, field, wanted = NUMBERS[flag]
+            before, after = (run.of(place) if field is None else run.of(place)[field] for run in (plain, given))
+            assert after == wanted != before, flag
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

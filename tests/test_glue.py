@@ -225,10 +225,11 @@ def tuning(corpus, trained):
     return make
 
 
-def test_figures_are_the_same_for_any_batch_and_number_of_devices(tuning):
+def test_figures_are_the_same_for_any_batch_and_number_of_devices(tuning, run_on):
     found, said = [], []
     for size in (1, 3, 8, 32):
         for devices in (1, 2, 4):
+            run_on(devices)
             made = tuning(size, pad_to_max_length=size == 3, max_seq_length=32)
             mesh, held_out = make_mesh(devices=jax.devices()[:devices]), made.evaluations[""]
             found.append(finetune.figures(made, held_out, made.model.params, None, mesh, "{}"))

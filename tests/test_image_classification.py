@@ -1,6 +1,5 @@
 """The image-classification recipe with ViT and ResNet."""
 
-import functools
 import json
 import shutil
 
@@ -13,11 +12,9 @@ from PIL import Image
 
 import distaff
 from battery.family import assert_trees_equal
-from distaff.core.mesh import make_mesh
 from distaff.core.tree import flatten
 from distaff.models._outputs import FlaxSequenceClassifierOutput
 from distaff.pipelines import pipeline
-from distaff.tasks import _finetune
 from distaff.tasks._images import names_of, with_size
 from distaff.tasks.image_classification import Classifier
 from image_cases import COLORS, VIT, evaluate, make_corpus, rows_of, run, train, write_images
@@ -160,11 +157,10 @@ def test_images_that_fill_a_batch_do_not_count(yes_man, tmp_path, label, accurac
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_figures_depend_on_neither_batch_nor_devices(models, corpus, tmp_path, monkeypatch, kind):
+def test_figures_depend_on_neither_batch_nor_devices(models, corpus, tmp_path, run_on, kind):
     found = []
     for devices, size in ((1, 1), (1, 3), (1, 8), (2, 3), (4, 8), (1, 32), (4, 32)):
-        mesh = functools.partial(make_mesh, devices=jax.devices()[:devices])
-        monkeypatch.setattr(_finetune, "make_mesh", mesh)
+        run_on(devices)
         assert evaluate(corpus, models / kind, "--per_device_eval_batch_size", size, "--output_dir", tmp_path) == 0
         found.append(results(tmp_path))
     for other in found[1:]:
@@ -175,11 +171,10 @@ def test_figures_depend_on_neither_batch_nor_devices(models, corpus, tmp_path, m
 # Statistics (case T89).
 
 
-def test_statistics_are_of_training_alone_and_of_the_global_batch(corpus, tmp_path, monkeypatch):
+def test_statistics_are_of_training_alone_and_of_the_global_batch(corpus, tmp_path, run_on):
     trees = []
     for devices, size in ((1, 8), (2, 4)):
-        mesh = functools.partial(make_mesh, devices=jax.devices()[:devices])
-        monkeypatch.setattr(_finetune, "make_mesh", mesh)
+        run_on(devices)
         words = ("--per_device_train_batch_size", size, "--eval_steps", 1, "--max_grad_norm", 0)
         assert train(corpus, tmp_path / str(devices), *words, kind="resnet") == 0
         trees.append(load(tmp_path / str(devices)).params)
@@ -194,7 +189,7 @@ def test_statistics_are_of_training_alone_and_of_the_global_batch(corpus, tmp_pa
 def test_a_frozen_backbone_keeps_its_parameters_and_follows_its_images(models, corpus, tmp_path):
     words = ("--model_name_or_path", models / "resnet", "--train_dir", corpus / "train", "--max_steps", 2)
     words += ("--freeze", "resnet", "--output_dir", tmp_path, "--do_eval", "False", "--learning_rate", 0.1)
-    assert run("train", *words, "--per_device_train_batch_size", 1, "--report_to", "none") == 0
+    assert run("train", *words, "--per_device_train_batch_size", 8, "--report_to", "none") == 0
     before, after = load(models / "resnet").params, load(tmp_path).params
     assert_trees_equal(after["params"]["resnet"], before["params"]["resnet"])
     moved = np.abs(np.asarray(after["params"]["classifier"]["bias"] - before["params"]["classifier"]["bias"]))
@@ -208,7 +203,7 @@ def test_a_frozen_backbone_keeps_its_parameters_and_follows_its_images(models, c
 
 def finetune(model, folder, output, *flags):
     words = ("--model_name_or_path", model, "--train_dir", folder, "--output_dir", output, "--max_steps", 1)
-    words += ("--do_eval", "False", "--per_device_train_batch_size", 1, "--report_to", "none", "--learning_rate", 1e-9)
+    words += ("--do_eval", "False", "--per_device_train_batch_size", 8, "--report_to", "none", "--learning_rate", 1e-9)
     return run("train", *words, *flags)
 
 

@@ -69,7 +69,7 @@ def mlm(corpus, output, *flags, steps=10):
         [
             *("train", "mlm", "--output_dir", str(output), "--model_type", "roberta"),
             *("--tokenizer_name", str(corpus / "tokenizer"), "--config_overrides", SHAPE),
-            *("--max_seq_length", "16", "--per_device_train_batch_size", "1", "--per_device_eval_batch_size", "1"),
+            *("--max_seq_length", "16", "--per_device_train_batch_size", "8", "--per_device_eval_batch_size", "8"),
             *("--train_file", str(corpus / "train.txt"), "--validation_file", str(corpus / "validation.txt")),
             *("--max_steps", str(steps), "--logging_steps", "2", "--learning_rate", "1e-3", "--report_to", "none"),
             *map(str, flags),
@@ -142,12 +142,12 @@ def test_eval_command_repeats_the_runs_figures(corpus, finished, tmp_path, capsy
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--gradient_accumulation_steps", "2"),
+        ("--optimizer", "lion", "--moment_dtype", "bfloat16", "--ema_decay", "0.9"),
         ("--gradient_accumulation_steps", "2", "--adafactor"),
         ("--streaming", "--num_eval_samples", "20", "--shuffle_buffer_size", "5"),
         ("--line_by_line", "--pad_to_max_length", "False", "--whole_word_mask"),
     ],
-    ids=["adamw", "adafactor", "streaming", "lines"],
+    ids=["lion", "adafactor", "streaming", "lines"],
 )
 def test_stop_and_resume_equals_an_uninterrupted_run(corpus, tmp_path, flags):
     """With dropout; resumed twice (cases T68 and T101)."""
@@ -241,7 +241,7 @@ def test_results_are_those_of_the_run(corpus, finished, tmp_path, capsys):
     # Other data is said, one setting at a time.
     other = (
         "--per_device_train_batch_size",
-        "2",
+        "16",
         "--mlm_probability",
         "0.2",
         "--train_file",
@@ -370,7 +370,7 @@ def test_recipe_file_and_flags_that_win(finished, tmp_path, capsys):
 
 def test_whole_run_learns(corpus, tmp_path):
     """Words in random order: the loss must fall from that of all tokens to that of the twenty words."""
-    assert mlm(corpus, tmp_path / "out", "--learning_rate", "3e-3", "--per_device_train_batch_size", 4, steps=200) == 0
+    assert mlm(corpus, tmp_path / "out", "--learning_rate", "3e-3", "--per_device_train_batch_size", 32, steps=200) == 0
     loss = json.loads((tmp_path / "out" / "eval_results.json").read_text())["eval_loss"]
     assert np.log(len(WORDS)) * 0.8 < loss < np.log(len(WORDS)) + 0.5
 

@@ -9,7 +9,6 @@ import pytest
 
 from distaff import pipeline
 from distaff.cli import main
-from distaff.core.mesh import make_mesh
 from distaff.data.pieces import softmax
 from distaff.tasks import ner
 from distaff.tasks.tokenizer import TokenizerFlags
@@ -113,8 +112,8 @@ def test_the_pipeline_says_what_the_run_predicted(trained):
 
 
 @pytest.mark.parametrize(("devices", "size"), [(1, 1), (1, 3), (2, 3), (4, 1), (4, 8), (8, 32)])
-def test_figures_and_predictions_do_not_depend_on_batches(corpus, trained, tmp_path, monkeypatch, devices, size):
-    monkeypatch.setattr(ner._finetune, "make_mesh", lambda: make_mesh(devices=jax.devices()[:devices]))
+def test_figures_and_predictions_do_not_depend_on_batches(corpus, trained, tmp_path, run_on, devices, size):
+    run_on(devices)
     flags = ("--model_name_or_path", trained, "--output_dir", tmp_path, "--per_device_eval_batch_size", size)
     predict = ("--test_file", corpus / "test.jsonl", "--do_predict", "--return_entity_level_metrics")
     assert run("eval", corpus, *flags, *predict) == 0

@@ -136,7 +136,7 @@ def test_packed_bucketed_and_padded_teach_the_same(corpus, kind):
 def test_the_recipe_packs_in_training_alone(corpus, tmp_path):
     flags = ("--model_type", "bert", "--config_overrides", SHAPE, "--tokenizer_name", corpus / "tokenizer")
     data = ("--train_file", corpus / "train.tsv", "--validation_file", corpus / "train.tsv", "--pack_texts")
-    steps = ("--per_device_train_batch_size", 3, "--max_steps", 60, "--learning_rate", 1e-2, "--logging_steps", 20)
+    steps = ("--per_device_train_batch_size", 24, "--max_steps", 60, "--learning_rate", 1e-2, "--logging_steps", 20)
     assert run("train", "--output_dir", tmp_path, *flags, *data, *steps) == 0
     last = logged(tmp_path)[-1]
     assert last["eval_accuracy"] == 1.0, last

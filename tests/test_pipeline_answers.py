@@ -115,6 +115,14 @@ def test_the_size_of_batches_changes_nothing(folders):
         assert_same(tag(golden.TEXTS), expected)
 
 
+def test_a_mesh_changes_nothing(folders):
+    found = pipeline("token-classification", str(folders["bert-tags"]), mesh="data=2,tensor=4")
+    assert found.model.mesh.shape["tensor"] == 4
+    kernel = found.model.params["bert"]["encoder"]["0"]["mlp"]["up"]["kernel"]
+    assert len({shard.index for shard in kernel.addressable_shards}) == 4
+    assert_same(found(golden.TEXTS), pipeline("token-classification", str(folders["bert-tags"]))(golden.TEXTS))
+
+
 @pytest.mark.parametrize("strategy", golden.STRATEGIES)
 def test_a_text_over_the_limit_is_answered_whole(opened, strategy):
     tag = opened("token-classification", "bert-tags")

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from transformers import BertConfig, GPT2Config, PretrainedConfig
+from transformers import BertConfig, GPT2Config, PretrainedConfig, T5Config
 
 import distaff
 from distaff import FlaxAutoModel, FlaxAutoModelForMaskedLM, FlaxBertForMaskedLM, FlaxBertModel, FlaxPreTrainedModel
@@ -257,6 +257,28 @@ def test_auto_model_loads_the_class_of_the_config(tmp_path):
 
 
 # Pure functions of the parameters.
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
+def test_matrices_are_the_kernels_of_layers(scan):
+    """No embedding, position, distance, pooler, projection to words or head, bias or norm."""
+    gpt2 = GPT2Config(vocab_size=40, n_positions=8, n_embd=8, n_layer=2, n_head=2, tie_word_embeddings=False)
+    t5 = T5Config(vocab_size=40, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2, tie_word_embeddings=False)
+    one = ("attention/query", "attention/key", "attention/value", "attention/out", "mlp/up", "mlp/down")
+    other = tuple(f"cross_{name}" for name in one[:4])
+    for model_class, config, names, count in (
+        (distaff.FlaxGPT2LMHeadModel, gpt2, ("attention/qkv", "attention/out", "mlp/up", "mlp/down"), 4),
+        (distaff.FlaxBertForSequenceClassification, tiny_bert(), one, 6),
+        (distaff.FlaxT5ForConditionalGeneration, t5, one + other, 6 + 10),
+    ):
+        model = model_class(config, scan_layers=scan, _do_init=False)
+        found = [path for path, matrix in flatten(model.matrices()).items() if matrix]
+        assert len(found) == count * (1 if scan else 2)
+        assert all(path.removesuffix("/kernel").endswith(names) for path in found)
+        shapes = flatten(model.params_shape_tree)
+        assert {len(shapes[path].shape) for path in found} == {3 if scan else 2}
+    own = FlaxMlp(MlpConfig(), input_shape=(1, 8)).matrices()
+    assert {path for path, matrix in flatten(own).items() if matrix} == {"inner/kernel", "outer/kernel"}
 
 
 def mlm_losses(model, params, ids, rng=None):

@@ -238,7 +238,7 @@ def test_a_stopped_run_ends_as_a_whole_one(trained, corpus, tmp_path):
     assert (tmp_path / "parts" / "predictions.json").read_text() == (trained / "predictions.json").read_text()
 
 
-def test_figures_do_not_depend_on_batches_and_devices(trained, corpus):
+def test_figures_do_not_depend_on_batches_and_devices(trained, corpus, run_on):
     """Within 1e-6. Thresholds are no figures but sums of four float32 logits near 10, rounded by each program."""
 
     def figures(rows_a_batch, devices):
@@ -251,6 +251,7 @@ def test_figures_do_not_depend_on_batches_and_devices(trained, corpus):
             doc_stride=8,
             cache_dir=str(corpus / "cache"),
         )
+        run_on(devices)
         tuning = prepare(flags, (1, rows_a_batch))
         mesh = make_mesh(devices=jax.devices()[:devices])
         return finetune.figures(tuning, tuning.evaluations[""], tuning.model.params, None, mesh, "{}")

@@ -149,13 +149,15 @@ def test_padding_comes_and_goes(tmp_path):
     _, model = load("gpt2", "causal_lm", tmp_path / "a", mesh=make_mesh(data=4, tensor=2))
     first = np.asarray(words(model))
     model.resize_token_embeddings(61)
-    assert words(model).sharding.spec[0] is None  # 61 rows do not divide
-    model.resize_token_embeddings(61, pad_to_multiple_of=2)
-    assert words(model).shape[0] == 62
+    assert words(model).shape[0] == 62  # 61 rows do not divide
     assert words(model).sharding.spec[0] == "tensor"
     np.testing.assert_array_equal(words(model)[:61], first[:61])
     prompt = np.array([[5, 6, 7]], np.int32)
     longer = model.generate(prompt, max_new_tokens=5, eos_token_id=60).sequences
+    _, model = load("gpt2", "causal_lm", tmp_path / "a")
+    model.resize_token_embeddings(61, pad_to_multiple_of=8)
+    assert words(model).shape[0] == 64
+    np.testing.assert_array_equal(model.generate(prompt, max_new_tokens=5, eos_token_id=60).sequences, longer)
     model.resize_token_embeddings(61)
     assert words(model).shape[0] == 61
     np.testing.assert_array_equal(model.generate(prompt, max_new_tokens=5, eos_token_id=60).sequences, longer)

@@ -28,15 +28,19 @@ LOOP = {
     "report_to": (("tensorboard",), {}),
     "steps_per_epoch": (2.0, {}),
     "debug_nans": (True, {"poison": 2}),
+    "ema_decay": (0.5, {}),
     "progress": (True, {}),
     "selection": (Selection(metric="eval_loss", patience=1), {"eval_every": 1}),
 }
 OPTIMIZER = {
+    "optimizer": "lion",
     "learning_rate": 0.2,
     "weight_decay": 0.5,
     "adam_beta1": 0.5,
     "adam_beta2": 0.5,
     "adam_epsilon": 0.5,
+    "sgd_momentum": 0.5,
+    "moment_dtype": "bfloat16",
     "adafactor": True,
     "warmup_steps": 3,
     "lr_scheduler_type": "cosine",
@@ -78,7 +82,7 @@ def outcome(folder, capsys, *, after=0, poison=0, **settings):
         train(total_steps=after, resume=None, overwrite=False)
     capsys.readouterr()
     try:
-        result = float(train().state.params["w"])
+        result = float(train().params["w"])
     except DistaffError as error:
         result = str(error).replace(str(folder), "")
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if "tfevents" not in path.name)
@@ -114,7 +118,8 @@ def test_a_setting_of_the_loop_changes_what_it_does(name, tmp_path, capsys, plai
 @pytest.mark.parametrize("name", OPTIMIZER)
 def test_a_setting_of_the_optimizer_changes_the_update(name):
     def trained(**changes):
-        tx, _ = make_optimizer(OptimizerConfig(**{"learning_rate": 0.1, **changes}), total_steps=10)
+        beside = {"optimizer": "sgd"} if name == "sgd_momentum" else {}
+        tx, _ = make_optimizer(OptimizerConfig(**{"learning_rate": 0.1, **beside, **changes}), total_steps=10)
         params = {"w": np.full((2, 2), 2.0, np.float32)}
         state = tx.init(params)
         for step in range(3):

@@ -176,7 +176,7 @@ def test_learns_its_pairs_and_writes_them_back(corpus, tmp_path):
     folder = tmp_path / "out"
     few, shape = corpus / "few.jsonl", f"{T5},dropout_rate=0.0"
     data = ("--train_file", few, "--validation_file", few, "--source_prefix", "reverse: ", "--config_overrides", shape)
-    often = ("--per_device_train_batch_size", 2, "--eval_steps", 1000, "--save_steps", 1000)
+    often = ("--per_device_train_batch_size", 16, "--eval_steps", 1000, "--save_steps", 1000)
     assert train(corpus, folder, *data, *often, steps=75) == 0
     before = results(folder, "eval")
     test = ("--do_predict", "--test_file", few, "--predict_with_generate")

@@ -40,7 +40,7 @@ def test_learns_its_pairs_and_writes_them_back(corpus, tmp_path):
         corpus,
         folder,
         *("--train_file", few, "--validation_file", few, "--config_overrides", f"{BART},dropout=0.0"),
-        *("--per_device_train_batch_size", 2, "--per_device_eval_batch_size", 3, "--eval_steps", 1000),
+        *("--per_device_train_batch_size", 16, "--per_device_eval_batch_size", 24, "--eval_steps", 1000),
         *("--predict_with_generate", "--do_predict", "--test_file", tmp_path / "test.jsonl"),
         steps=110,
     )

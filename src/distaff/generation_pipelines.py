@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from distaff.core.errors import DataError, UsageError
 from distaff.hub import open_tokenizer, resolve
 from distaff.models.auto import FlaxAutoModelForCausalLM, FlaxAutoModelForSeq2SeqLM
-from distaff.pipeline_base import answers, check_batch_size, check_texts
+from distaff.pipeline_base import answers, check_batch_size, check_texts, loading_settings
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +25,15 @@ class GenerationPipeline:
     task: ClassVar[str] = ""
     answer: ClassVar[str] = "generated_text"
 
-    def __init__(self, model: Any, *, tokenizer: Any = None, batch_size: int = 8, dtype: Any = None, **settings: Any):
+    def __init__(self, model: Any, *, tokenizer: Any = None, batch_size: int = 8, **settings: Any):
+        loading = loading_settings(settings)
         if isinstance(model, str) or not hasattr(model, "module"):
             where = {name: settings.pop(name) for name in ("revision", "token") if name in settings}
             folder = resolve(str(model), **where)
             tokenizer = tokenizer or open_tokenizer(folder)
-            model = self.auto_class.from_pretrained(folder, **({} if dtype is None else {"dtype": dtype}))
+            model = self.auto_class.from_pretrained(folder, **loading)
+        elif loading:
+            raise UsageError(f"The model is loaded already: leave {' and '.join(loading)} out.")
         if tokenizer is None:
             raise UsageError("A model object needs its tokenizer: pass tokenizer=...")
         self.model, self.tokenizer, self.settings = model, tokenizer, settings

@@ -12,7 +12,7 @@ from distaff.data.image import Preprocess
 from distaff.data.image_modes import decode
 from distaff.hub import open_image_processor, resolve
 from distaff.models.auto import FlaxAutoModelForImageClassification
-from distaff.pipeline_base import check_batch_size
+from distaff.pipeline_base import check_batch_size, loading_settings
 
 FUNCTIONS = ("softmax", "sigmoid", "none")
 
@@ -39,25 +39,24 @@ class ImageClassificationPipeline:
         batch_size: int = 8,
         top_k: int = 5,
         function_to_apply: str | None = None,
-        dtype: Any = None,
         **settings: Any,
     ):
         if tokenizer is not None:
             raise UsageError("Images have no tokenizer: leave it out, or pass image_processor=...")
+        loading = loading_settings(settings)
         if unknown := sorted(settings.keys() - {"revision", "token"}):
             raise UsageError(
                 f"The image-classification pipeline has no setting '{unknown[0]}': it has image_processor, batch_size, "
-                "top_k, function_to_apply, dtype, revision and token."
+                "top_k, function_to_apply, dtype, mesh, revision and token."
             )
         if isinstance(image_processor, str | os.PathLike):
             image_processor = open_image_processor(resolve(str(image_processor), weights=False))
         if isinstance(model, str | os.PathLike):
             folder = resolve(str(model), **settings)
             image_processor = open_image_processor(folder) if image_processor is None else image_processor
-            options = {} if dtype is None else {"dtype": dtype}
-            model = FlaxAutoModelForImageClassification.from_pretrained(folder, **options)
-        elif settings or dtype is not None:
-            raise UsageError("The model is loaded already: leave revision, token and dtype out.")
+            model = FlaxAutoModelForImageClassification.from_pretrained(folder, **loading)
+        elif settings or loading:
+            raise UsageError(f"The model is loaded already: leave {' and '.join([*settings, *loading])} out.")
         if image_processor is None:
             raise UsageError("A model object needs its image processor: pass image_processor=...")
         _check(top_k, function_to_apply)

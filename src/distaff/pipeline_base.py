@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from distaff.core.errors import DataError, UsageError, listed
+from distaff.core.mesh import parse_mesh
 from distaff.hub import open_tokenizer, resolve
 
 # Rows are padded to one of these and from then on to multiples of the last, so that texts are few programs.
@@ -18,14 +19,24 @@ _LENGTHS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # Of what comes one by one, so many batches are sorted by length together.
 _HELD_BATCHES = 16
 _WHERE = ("revision", "token")
+_LOADING = ("dtype", "mesh")
 
 Row = Mapping[str, Sequence[int]]
+
+
+def loading_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Take from `settings` those that a model is loaded with, and return them as `from_pretrained` has them."""
+    given = {name: settings.pop(name, None) for name in _LOADING}
+    if isinstance(given["mesh"], str):
+        given["mesh"] = parse_mesh(given["mesh"])
+    return {name: value for name, value in given.items() if value is not None}
 
 
 class TextPipeline:
     """A callable over texts: `model` is a folder, a Hub id, or a model object with its `tokenizer`.
 
-    batch_size: rows that are computed together. dtype: of the computation. revision, token: of the Hub.
+    batch_size: rows that are computed together. dtype: of the computation. mesh: devices to compute on, as a mesh or as
+    in `data=2,tensor=4`. revision, token: of the Hub.
     """
 
     task: ClassVar[str] = ""
@@ -33,17 +44,17 @@ class TextPipeline:
     # What a subclass takes besides, with the defaults of its calls.
     options: ClassVar[Mapping[str, Any]] = {}
 
-    def __init__(self, model: Any, *, tokenizer: Any = None, batch_size: int = 8, dtype: Any = None, **settings: Any):
+    def __init__(self, model: Any, *, tokenizer: Any = None, batch_size: int = 8, **settings: Any):
         where = {name: settings.pop(name) for name in _WHERE if name in settings}
+        loading = loading_settings(settings)
         self.settings = {**self.options, **self.checked(settings)}
         self.batch_size = check_batch_size(batch_size)
         self.folder: Path | None = None
         if isinstance(model, str | os.PathLike):
             self.folder = resolve(str(model), **where)
-            model = self.load(self.folder, {} if dtype is None else {"dtype": dtype})
-        elif where or dtype is not None:
-            given = [*where, *(["dtype"] if dtype is not None else [])]
-            raise UsageError(f"The model is loaded already: leave {' and '.join(given)} out.")
+            model = self.load(self.folder, loading)
+        elif where or loading:
+            raise UsageError(f"The model is loaded already: leave {' and '.join([*where, *loading])} out.")
         if isinstance(tokenizer, str | os.PathLike):
             tokenizer = open_tokenizer(resolve(tokenizer, weights=False))
         if tokenizer is None and self.folder is None:
@@ -73,7 +84,7 @@ class TextPipeline:
     def checked(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return `options`. Raises `UsageError` for one that the pipeline does not have."""
         for name in options.keys() - self.options.keys():
-            has = [*self.options, "tokenizer", "batch_size", "dtype", *_WHERE]
+            has = [*self.options, "tokenizer", "batch_size", *_LOADING, *_WHERE]
             near = difflib.get_close_matches(name, has, 1)
             hint = f"did you mean '{near[0]}'?" if near else f"it has {listed(has)}."
             raise UsageError(f"The {self.task} pipeline has no setting '{name}': {hint}")

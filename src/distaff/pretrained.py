@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import logging
-import math
 import tempfile
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -12,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from distaff.core.apply import jitted_apply
 from distaff.core.errors import UsageError, listed
-from distaff.core.mesh import on, param_sharding
+from distaff.core.mesh import on
 from distaff.core.precision import cast_floating, cast_shapes, dtype_of, is_floating
 from distaff.core.tree import Tree, flatten, unflatten
 from distaff.hub import open_checkpoint, push_folder, resolve, save_msgpack, save_safetensors
@@ -29,6 +28,7 @@ from distaff.loading import (
     random_params,
     refuse_misfits,
 )
+from distaff.placing import Placed
 from distaff.resizing import padded_for, resize_token_embeddings, without_padding
 from distaff.weights import (
     STATISTICS,
@@ -38,6 +38,7 @@ from distaff.weights import (
     decays,
     generic_rows,
     held,
+    is_matrix,
     leaves,
     shapes_by_rows,
     tensors_to_write,
@@ -46,7 +47,7 @@ from distaff.weights import (
 logger = logging.getLogger(__name__)
 
 
-class FlaxPreTrainedModel:
+class FlaxPreTrainedModel(Placed):
     """Base of all models, ours and a user's own.
 
     A subclass sets `config_class`, `base_model_prefix` and `module_class`. A family of ours also says its `rows`; a
@@ -137,7 +138,7 @@ class FlaxPreTrainedModel:
         """Return random parameters for `rng`; where `params` has a leaf, that one is kept."""
         if not hasattr(rng, "dtype"):
             raise UsageError(f"init_weights takes a random key and not {rng!r}: pass jax.random.key({rng!r}).")
-        if not self._table:
+        if not self.rows(self.module):
             made = jax.jit(self.module.init)({"params": rng}, **self.dummy_inputs(input_shape))
             flat = flatten(held(made, lambda params: cast_floating(params, self.param_dtype)))
         else:
@@ -185,37 +186,11 @@ class FlaxPreTrainedModel:
 
     def decay_mask(self) -> Tree:
         """Return booleans, shaped as the parameters, that are False for biases and norms."""
-        table = self._table or leaves(generic_rows(self.params_shape_tree))
-        return unflatten({path: decays(leaf.kind) for path, leaf in table.items()})
+        return unflatten({path: decays(leaf.kind) for path, leaf in self._table.items()})
 
-    def param_shardings(self, mesh: Mesh) -> dict[str, NamedSharding]:
-        """Return by '/'-path where each parameter lies on `mesh`, from the logical axes of its row."""
-        shapes, units = flatten(self.params_shape_tree), self.indivisible()
-        return {
-            path: param_sharding(mesh, shapes[path].shape, axes, units) for path, axes in self.logical_axes().items()
-        }
-
-    def logical_axes(self) -> dict[str, tuple[str | None, ...]]:
-        """Return by '/'-path the logical axes of each parameter."""
-        table = self._table or leaves(generic_rows(self.params_shape_tree))
-        return {path: leaf.axes for path, leaf in table.items()}
-
-    def indivisible(self) -> dict[str, int]:
-        """Return of how many parts, which no mesh may cut, a logical axis consists: the heads."""
-        names = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
-        heads = [getattr(self.config, name) for name in names if getattr(self.config, name, None)]
-        return {"heads": math.gcd(*heads)} if heads else {}
-
-    def filled_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return by '/'-path the shapes of parameters with a vocabulary, without the padding that they may have."""
-        shapes, vocab = flatten(self.params_shape_tree), getattr(self.config, "vocab_size", None)
-        table = {path: leaf for path, leaf in self._table.items() if "vocab" in leaf.axes}
-        return {path: leaf.filled(shapes[path].shape, vocab) for path, leaf in table.items()}
-
-    def hand_over(self) -> Tree:
-        """Return the parameters and keep none, for a training that takes them: two copies would need twice the room."""
-        params, self._params = self.params, None
-        return params
+    def matrices(self) -> Tree:
+        """Return booleans, shaped as the parameters, that are True for the kernels `[..., in, out]` in layers."""
+        return unflatten({path: is_matrix(leaf) for path, leaf in self._table.items()})
 
     resize_token_embeddings = resize_token_embeddings
 
@@ -297,10 +272,9 @@ class FlaxPreTrainedModel:
             logger.info("The file holds a head that differs from the embeddings: it is loaded as untied.")
             config.tie_word_embeddings = False
         model = cls(config, seed=seed, dtype=dtype, param_dtype=param_dtype, mesh=mesh, _do_init=False, **fields)
-        table = model._table or leaves(generic_rows(model.params_shape_tree))
         flat, model.loading_report = load_params(
             checkpoint,
-            table,
+            model._table,
             flatten(model.params_shape_tree),
             family=family,
             ties=cls.ties(config),
@@ -342,9 +316,8 @@ class FlaxPreTrainedModel:
         params = self.params if params is None else params
         flat = {path: np.asarray(jax.device_get(leaf)) for path, leaf in flatten(params).items()}
         refuse_misfits(flat, self.params_shape_tree, name=type(self).__name__)
-        table = self._table or leaves(generic_rows(self.params_shape_tree))
-        config, flat = without_padding(self.config, flat, table)
-        tensors = tensors_to_write(flat, table, save_format)
+        config, flat = without_padding(self.config, flat, self._table)
+        tensors = tensors_to_write(flat, self._table, save_format)
         if save_format == "safetensors":
             save_safetensors(folder, tensors, max_shard_size=max_shard_size)
         else:
@@ -389,17 +362,16 @@ class FlaxPreTrainedModel:
         unknown = sorted(fields.keys() - known)
         if unknown:
             near = difflib.get_close_matches(unknown[0], known, 1)
-            raise UsageError(
-                f"{type(self).__name__} has no setting '{unknown[0]}'"
-                + (f": did you mean '{near[0]}'?" if near else f": it has {listed(sorted(known))}.")
-            )
+            hint = f"did you mean '{near[0]}'?" if near else f"it has {listed(sorted(known))}."
+            raise UsageError(f"{type(self).__name__} has no setting '{unknown[0]}': {hint}")
         if "param_dtype" in known:
             fields["param_dtype"] = self.param_dtype
         return self.module_class(config=self.config, dtype=self.dtype, **fields)
 
     @property
     def _table(self) -> dict[str, Leaf]:
-        return leaves(self.rows(self.module), scan_layers=getattr(self.module, "scan_layers", False))
+        rows = self.rows(self.module) or generic_rows(self.params_shape_tree)
+        return leaves(rows, scan_layers=getattr(self.module, "scan_layers", False))
 
     def _shapes(self) -> Tree:
         """Return the parameters' shapes and dtypes.
@@ -415,13 +387,9 @@ class FlaxPreTrainedModel:
             return module.init({"params": jax.random.key(0)}, **inputs)
 
         shapes = held(jax.eval_shape(init), lambda params: cast_shapes(params, self.param_dtype))
-        name = type(self).__name__
-        return (
-            unflatten(shapes_by_rows(flatten(shapes), rows, scan_layers=bool(scanned), name=name)) if rows else shapes
-        )
-
-    def _sharding(self, leaf: Leaf, shape: tuple[int, ...]) -> NamedSharding | None:
-        return None if self.mesh is None else param_sharding(self.mesh, shape, leaf.axes, self.indivisible())
+        if not rows:
+            return shapes
+        return unflatten(shapes_by_rows(flatten(shapes), rows, scan_layers=bool(scanned), name=type(self).__name__))
 
     @classmethod
     def _is_base(cls) -> bool:

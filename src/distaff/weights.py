@@ -212,11 +212,15 @@ def prefixed(prefix: str, rows: Iterable[Row], **fields: Any) -> list[Row]:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of our tree: its path, and the rows of the tensors that it is made of (several where stacked)."""
+    """One array of our tree: its path, and the rows of the tensors that it is made of (several where stacked).
+
+    `repeated`: of a layer that there are several of.
+    """
 
     path: str
     rows: tuple[Row, ...]
     stacked: bool
+    repeated: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -242,9 +246,9 @@ def leaves(rows: Iterable[Row], *, scan_layers: bool = False) -> dict[str, Leaf]
         each = [row] if row.count is None else [row.layer(index) for index in range(row.count)]
         if scan_layers and row.count is not None:
             path = row.path.replace("{i}", STACKED)
-            found[path] = Leaf(path, tuple(each), True)
+            found[path] = Leaf(path, tuple(each), True, True)
         else:
-            found.update({one.path: Leaf(one.path, (one,), False) for one in each})
+            found.update({one.path: Leaf(one.path, (one,), False, row.count is not None) for one in each})
     return found
 
 
@@ -338,6 +342,14 @@ def random_tensor(row: Row, shape: tuple[int, ...], seed: int, initializer_range
 def decays(kind: Kind) -> bool:
     """Tell whether weight decay acts on such parameters: not on biases and norms."""
     return kind not in ("bias", "fused_bias", "norm_scale", "rms_scale", *_STATISTICS_KINDS)
+
+
+def is_matrix(leaf: Leaf) -> bool:
+    """Tell whether it is a kernel of a layer that is repeated: no embedding, projection to words, head, bias or norm.
+
+    A user's own module says nothing of its layers (no axis has a name): there it is every kernel.
+    """
+    return leaf.kind in ("linear", "conv1d") and (leaf.repeated or not any(leaf.axes))
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:

@@ -107,20 +107,20 @@ def train(recipe: Recipe, flags: FinetuneFlags) -> int:
     if result.interrupted:
         logger.warning("Stopped at step %d; go on with --resume_from_checkpoint.", result.step)
         return 128 + result.interrupted
-    state = result.state
+    params, carried = result.params, result.state.carried
     metrics = _measured(result, folder)
     # What is written of an evaluation is not in the log.
     measured = "eval_loss" in metrics and tuning.write_evaluation is None
     for name, held_out in tuning.evaluations.items():
         if name or not measured:
-            metrics |= figures(tuning, held_out, state.params, state.carried, mesh, f"eval_{{}}{name}", folder)
-    predicted = predict(flags, tuning, state.params, state.carried, mesh, folder)
+            metrics |= figures(tuning, held_out, params, carried, mesh, f"eval_{{}}{name}", folder)
+    predicted = predict(flags, tuning, params, carried, mesh, folder)
     if jax.process_index() == 0:
         recipes.finish(
             folder,
             flags,
             model=tuning.model,
-            params=_whole(tuning.model, state.params, state.carried),
+            params=_whole(tuning.model, params, carried),
             tokenizer=tuning.saved,
             task=recipe.task,
             metrics=metrics,
@@ -158,12 +158,12 @@ def _fit(
     plan = recipes.Plan(*sizes, steps)
     plan.log(flags, mesh)
     recipes.log_start(flags, flags)
-    decay_mask = tuning.model.decay_mask()
+    masks = {"decay_mask": tuning.model.decay_mask(), "matrices": tuning.model.matrices()}
     tx, schedule = make_optimizer(
-        flags.optimizer(),
+        flags.optimizer_config(),
         total_steps=steps,
-        decay_mask=decay_mask if carried is None else decay_mask["params"],
         trained=trained,
+        **(masks if carried is None else {name: mask["params"] for name, mask in masks.items()}),
     )
     first = next(iter(tuning.evaluations.values()), None)
     if flags.print_placement:

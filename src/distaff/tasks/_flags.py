@@ -9,15 +9,17 @@ import numpy as np
 from distaff.core.errors import UsageError
 from distaff.core.precision import dtype_of
 from distaff.train import LoopConfig, OptimizerConfig, Selection
+from distaff.train.average import check_decay
 from distaff.train.log import check_reporters, installed_reporters
 from distaff.train.optim import check_optimizer
 
 SECRET_FLAGS = ("hub_token",)
 # What an evaluation has no use for: 'distaff eval' refuses it, and passes it over in the recipe.yaml of a training.
 TRAINING_ONLY = frozenset(
-    "model_type gradient_checkpointing overwrite_output_dir resume_from_checkpoint do_train "
+    "model_type gradient_checkpointing print_placement overwrite_output_dir resume_from_checkpoint do_train "
     "per_device_train_batch_size gradient_accumulation_steps learning_rate weight_decay adam_beta1 adam_beta2 "
-    "adam_epsilon adafactor max_grad_norm lr_scheduler_type warmup_steps num_train_epochs max_steps logging_steps "
+    "adam_epsilon adafactor optimizer sgd_momentum moment_dtype ema_decay "
+    "max_grad_norm lr_scheduler_type warmup_steps num_train_epochs max_steps logging_steps "
     "eval_steps save_steps save_total_limit debug_nans report_to push_to_hub hub_model_id hub_private_repo "
     "max_train_samples streaming num_train_steps num_eval_samples shuffle_buffer_size preview "
     "label_smoothing_factor pack_texts freeze load_best_model_at_end metric_for_best_model greater_is_better "
@@ -116,12 +118,24 @@ class TrainingFlags:
     per_device_train_batch_size: int = flag(8, "Rows a device and micro-batch.")
     per_device_eval_batch_size: int = flag(8, "Rows a device in evaluation.")
     gradient_accumulation_steps: int = flag(1, "Micro-batches a step.")
-    learning_rate: float = flag(5e-5, "Peak of the learning rate.")
+    optimizer: str | None = flag(
+        None, "adamw (the default), adafactor, lion, sgd, sm3, or muon (layers' kernels; the rest is AdamW's)."
+    )
+    learning_rate: float = flag(5e-5, "Peak of the learning rate; Lion wants 3 to 10 times less, SGD and SM3 more.")
     weight_decay: float = flag(0.0, "Decoupled weight decay, not on biases and norms.")
-    adam_beta1: float = flag(0.9, "AdamW: decay of the first moment.")
-    adam_beta2: float = flag(0.999, "AdamW: decay of the second moment.")
-    adam_epsilon: float = flag(1e-8, "AdamW: epsilon.")
-    adafactor: bool = flag(False, "Use Adafactor instead of AdamW.")
+    adam_beta1: float = flag(0.9, "AdamW, Lion, Muon's AdamW: decay of the first moment.")
+    adam_beta2: float | None = flag(
+        None, "AdamW, Lion, Muon's AdamW: decay of the second moment, by default 0.999 (Lion 0.99)."
+    )
+    adam_epsilon: float = flag(1e-8, "AdamW, Muon's AdamW: epsilon.")
+    sgd_momentum: float = flag(0.9, "SGD: momentum; 0 for none.")
+    moment_dtype: str | None = flag(
+        None, "AdamW, Lion, SGD, Muon: float32 or bfloat16 for the first moment, by default as the parameters."
+    )
+    adafactor: bool = flag(False, "The same as --optimizer adafactor.")
+    ema_decay: float | None = flag(
+        None, "Evaluate, compare and save a moving average of the parameters, such as of 0.999; it starts as they do."
+    )
     max_grad_norm: float = flag(1.0, "Scale gradients down to this global norm; 0 leaves them alone.")
     lr_scheduler_type: str = flag("linear", "linear, cosine, constant, constant_with_warmup or inverse_sqrt.")
     warmup_steps: int = flag(0, "Steps in which the learning rate rises to its peak.")
@@ -158,17 +172,21 @@ class TrainingFlags:
             raise UsageError("Nothing would be trained: give --num_train_epochs above 0 or --max_steps of at least 1.")
         if self.warmup_steps < 0:
             raise UsageError(f"--warmup_steps is {self.warmup_steps}: it must be at least 0.")
-        check_optimizer(self.optimizer())
+        check_optimizer(self.optimizer_config())
+        check_decay(self.ema_decay)
         check_reporters(reporters(self.report_to))
 
-    def optimizer(self) -> OptimizerConfig:
+    def optimizer_config(self) -> OptimizerConfig:
         """The optimizer that the flags describe."""
         return OptimizerConfig(
+            optimizer=self.optimizer,
             learning_rate=self.learning_rate,
             weight_decay=self.weight_decay,
             adam_beta1=self.adam_beta1,
             adam_beta2=self.adam_beta2,
             adam_epsilon=self.adam_epsilon,
+            sgd_momentum=self.sgd_momentum,
+            moment_dtype=self.moment_dtype,
             adafactor=self.adafactor,
             warmup_steps=self.warmup_steps,
             lr_scheduler_type=self.lr_scheduler_type,
@@ -200,6 +218,7 @@ class TrainingFlags:
             report_to=reporters(self.report_to),
             steps_per_epoch=steps_per_epoch,
             debug_nans=self.debug_nans,
+            ema_decay=self.ema_decay,
             selection=selection,
         )
 
@@ -228,7 +247,8 @@ def check_dtypes(flags: ModelFlags) -> None:
 
 def check_epsilon(model: ModelFlags, training: TrainingFlags) -> None:
     """Raise `UsageError` where AdamW, which computes in the parameters' dtype, would divide by zero."""
-    if not training.adafactor and not np.asarray(training.adam_epsilon).astype(dtype_of(model.param_dtype)):
+    has_epsilon = "adam_epsilon" in training.optimizer_config().read()
+    if has_epsilon and not np.asarray(training.adam_epsilon).astype(dtype_of(model.param_dtype)):
         raise UsageError(
             f"--adam_epsilon {training.adam_epsilon} is zero in --param_dtype {model.param_dtype}: "
             "give a larger one, such as 1e-4."

@@ -274,10 +274,13 @@ def command_line(flags: Any) -> str:
 def _hyperparameters(flags: TrainingFlags) -> dict[str, Any]:
     names = (
         "learning_rate per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps seed "
-        "weight_decay adafactor adam_beta1 adam_beta2 adam_epsilon max_grad_norm lr_scheduler_type warmup_steps "
-        "num_train_epochs max_steps dtype param_dtype"
+        "weight_decay max_grad_norm lr_scheduler_type warmup_steps num_train_epochs max_steps dtype param_dtype "
+        "ema_decay"
     )
-    return {name: getattr(flags, name) for name in names.split()}
+    optimizer = flags.optimizer_config()
+    values = {"optimizer": optimizer.name, **optimizer.read()}
+    values |= {name: getattr(flags, name) for name in names.split()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _logged(folder: Path, shown: Sequence[str] | None) -> list[dict[str, Any]]:

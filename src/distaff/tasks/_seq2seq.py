@@ -99,7 +99,12 @@ def train(flags: Seq2SeqFlags, task: Task) -> int:
     plan = recipe.Plan(*rows, recipe.count_steps(flags, epoch))
     plan.log(flags, mesh)
     recipe.log_start(flags, flags)
-    tx, schedule = make_optimizer(flags.optimizer(), total_steps=plan.total_steps, decay_mask=model.decay_mask())
+    tx, schedule = make_optimizer(
+        flags.optimizer_config(),
+        total_steps=plan.total_steps,
+        decay_mask=model.decay_mask(),
+        matrices=model.matrices(),
+    )
     eval_steps = 0 if evaluation is None else evaluation.batches.steps_per_epoch
     if flags.print_placement:
         _placement.show(model, tx, mesh)
@@ -120,7 +125,7 @@ def train(flags: Seq2SeqFlags, task: Task) -> int:
     if result.interrupted:
         logger.warning("Stopped at step %d; go on with --resume_from_checkpoint.", result.step)
         return 128 + result.interrupted
-    params, metrics = result.state.params, recipe.measured(result, folder)
+    params, metrics = result.params, recipe.measured(result, folder)
     if not result.metrics and evaluation is not None and "eval_loss" not in metrics:
         metrics |= figures(flags, task, side, params, evaluation, mesh)
     predicted = {} if test is None else predict(flags, task, side, params, test, mesh, folder)

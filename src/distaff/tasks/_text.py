@@ -53,7 +53,12 @@ def train(recipe: TextRecipe, flags: Any) -> int:
     plan = recipes.Plan(*sizes, count_steps(flags, steps_per_epoch))
     plan.log(flags, mesh)
     recipes.log_start(flags, flags)
-    tx, schedule = make_optimizer(flags.optimizer(), total_steps=plan.total_steps, decay_mask=model.decay_mask())
+    tx, schedule = make_optimizer(
+        flags.optimizer_config(),
+        total_steps=plan.total_steps,
+        decay_mask=model.decay_mask(),
+        matrices=model.matrices(),
+    )
     if flags.print_placement:
         _placement.show(model, tx, mesh)
     result = fit(
@@ -75,13 +80,13 @@ def train(recipe: TextRecipe, flags: Any) -> int:
         return 128 + result.interrupted
     metrics = recipes.measured(result, folder)
     if not result.metrics and flags.do_eval and "eval_loss" not in metrics:
-        metrics |= measure(rows, result.state.params, data, mesh)
+        metrics |= measure(rows, result.params, data, mesh)
     if jax.process_index() == 0:
         recipes.finish(
             folder,
             flags,
             model=model,
-            params=result.state.params,
+            params=result.params,
             tokenizer=recipe.saved_tokenizer(tokenizer),
             task=recipe.task,
             metrics=metrics,

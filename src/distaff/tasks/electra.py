@@ -199,6 +199,11 @@ class Pair:
         masks = self.discriminator.decay_mask(), self.generator.decay_mask()
         return {"discriminator": masks[0], "generator": without_embeddings(masks[1])}
 
+    def matrices(self) -> dict[str, Any]:
+        """Which of them are kernels inside layers."""
+        masks = self.discriminator.matrices(), self.generator.matrices()
+        return {"discriminator": masks[0], "generator": without_embeddings(masks[1])}
+
     def save_pretrained(self, folder: Path, params: dict[str, Any]) -> None:
         """Save the discriminator, and the generator in a folder inside."""
         self.generator.save_pretrained(folder / GENERATOR_FOLDER, join(params))

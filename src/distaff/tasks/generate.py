@@ -43,6 +43,7 @@ class GenerateFlags:
     seed: int | None = flag(None, "Of the draws; without it they differ each time.")
     batch_size: int = flag(1, "Prompts at a time; with 1, text is shown as it comes.")
     dtype: str = flag("float32", "dtype of the computation: float32, bfloat16 or float16.")
+    mesh: str | None = flag(None, "Devices that share the work: data=2,tensor=4; by default the first alone.")
     json: bool = flag(False, "Print a line of JSON a prompt.")
 
 
@@ -58,7 +59,8 @@ def generate(flags: GenerateFlags) -> int:
     options = options_of(flags)
     if flags.batch_size < 1:
         raise UsageError(f"--batch_size is {flags.batch_size}: it must be at least 1.")
-    write = open_generator(flags.model_name_or_path, batch_size=flags.batch_size, dtype=flags.dtype)
+    loading = {"dtype": flags.dtype, "mesh": flags.mesh}
+    write = open_generator(flags.model_name_or_path, batch_size=flags.batch_size, **loading)
     streamed = flags.batch_size == 1 and not flags.json
     streamed = streamed and (flags.num_beams or 1) == 1 and (flags.num_return_sequences or 1) == 1
     count, batch = 0, []

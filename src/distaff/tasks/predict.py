@@ -85,7 +85,9 @@ class BatchFlags(PredictFlags):
     batch_size: int = flag(8, "Texts that are computed together.")
     dtype: str = flag("float32", "dtype of the computation: float32, bfloat16 or float16.")
 
-    options: ClassVar[tuple[str, ...]] = ("batch_size", "dtype")
+    mesh: str | None = flag(None, "Devices that share the work: data=2,tensor=4; by default the first alone.")
+
+    options: ClassVar[tuple[str, ...]] = ("batch_size", "dtype", "mesh")
 
 
 @dataclass(kw_only=True)

@@ -33,6 +33,7 @@ class QuestionAnsweringFlags:
     max_seq_len: int | None = flag(None, "Tokens a window at most, by default 384 or what the model allows.")
     doc_stride: int | None = flag(None, "Tokens that a window shares with the one before it, by default 128.")
     batch_size: int = flag(8, "Windows that are computed together.")
+    mesh: str | None = flag(None, "Devices that share the work: data=2,tensor=4; by default the first alone.")
     json: bool = flag(False, "Print a line of JSON a question.")
 
 
@@ -43,6 +44,7 @@ def question_answering(flags: QuestionAnsweringFlags) -> int:
         "question-answering",
         flags.model_name_or_path,
         batch_size=flags.batch_size,
+        mesh=flags.mesh,
         top_k=flags.top_k,
         handle_impossible_answer=flags.handle_impossible_answer,
         max_answer_len=flags.max_answer_len,

@@ -18,6 +18,7 @@ class ImagesFlags:
     images: list[str] = flag([], "Image files; may follow the model, or come as lines from standard input.")
     top_k: int = flag(5, "Labels an image.")
     batch_size: int = flag(8, "Images at a time.")
+    mesh: str | None = flag(None, "Devices that share the work: data=2,tensor=4; by default the first alone.")
     json: bool = flag(False, "Print a line of JSON an image.")
 
 
@@ -27,7 +28,8 @@ def image_classification(flags: ImagesFlags) -> int:
     images = flags.images or list(lines_of(sys.stdin, "Standard input"))
     if not images:
         raise UsageError("There is no image: write its name after the model, or pipe names in.")
-    classify = pipeline("image-classification", flags.model_name_or_path, batch_size=flags.batch_size)
+    settings = {"batch_size": flags.batch_size, "mesh": flags.mesh}
+    classify = pipeline("image-classification", flags.model_name_or_path, **settings)
     for image, answer in zip(images, classify.stream(images, top_k=flags.top_k)):
         if flags.json:
             print(json.dumps({"image": image, "labels": answer}, ensure_ascii=False))

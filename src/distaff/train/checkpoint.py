@@ -1,7 +1,7 @@
 """Checkpoints of a run: Orbax, asynchronous, the newest complete one, and never half of one.
 
-On disk: `<directory>/<step>/` with the items `params`, `opt_state`, `loop` (step and key of the run), `carried` (where
-there is such) and `meta` (JSON).
+On disk: `<directory>/<step>/` with the items `params`, `opt_state`, `loop` (step and key of the run), `carried` and
+`average` (where there are such) and `meta` (JSON).
 A checkpoint gets its name by one rename after everything is written, so a folder with that name is complete.
 """
 
@@ -25,6 +25,8 @@ logger = logging.getLogger("distaff.train")
 
 # Orbax writes this file last before it renames the folder of a step.
 _MARK = "_CHECKPOINT_METADATA"
+# What a state may have besides parameters and optimizer, each an item of its own.
+BESIDES = ("carried", "average")
 
 
 class Checkpoints:
@@ -173,8 +175,8 @@ def read_params(folder: str | Path, target: Tree) -> Tree:
 def read_trained(
     folder: str | Path, target: TrainState, *, filled: Mapping[str, tuple[int, ...]] | None = None
 ) -> TrainState:
-    """Return `target` with the parameters of the checkpoint `folder`, and with what was carried beside them."""
-    names = ["params"] if target.carried is None else ["params", "carried"]
+    """Return `target` with parameters, their average and what was carried beside them of the checkpoint `folder`."""
+    names = ["params", *(name for name in BESIDES if getattr(target, name) is not None)]
     wanted = {name: item for name, item in _items(abstract_state(target)).items() if name in names}
     read = _restore_items(Path(folder).absolute(), wanted, filled or {}, with_meta=False)
     return replace(target, **{name: read[name] for name in names})
@@ -187,19 +189,26 @@ def _read(folder: Path, target: TrainState, filled: Mapping[str, tuple[int, ...]
             f"The checkpoint {folder} holds {there} of what a run carries besides parameters (running statistics), and "
             f"this run has {here}: resume with the model that the run was begun with."
         )
+    if (folder / "average").exists() != (target.average is not None):
+        there, here = ("an", "without") if target.average is None else ("no", "with")
+        raise CheckpointError(
+            f"The checkpoint {folder} holds {there} average of the parameters, and this run is {here} ema_decay: "
+            "resume as the run was begun."
+        )
     read = _restore_items(folder, _items(target), filled, with_meta=True)
     opt_state = jax.tree.map(_typed, read["opt_state"], target.opt_state)
     rng = _typed(read["loop"]["rng"], target.rng)
-    carried = None if target.carried is None else read["carried"]
+    besides = {name: None if getattr(target, name) is None else read[name] for name in BESIDES}
     step = read["loop"]["step"]
-    return TrainState(step=step, params=read["params"], opt_state=opt_state, rng=rng, carried=carried), read["meta"]
+    return TrainState(step=step, params=read["params"], opt_state=opt_state, rng=rng, **besides), read["meta"]
 
 
 def _items(state: TrainState) -> dict[str, Tree]:
     """Return what is written of `state` by the names of the items."""
     loop = {"step": state.step, "rng": state.rng}
     items = {"params": state.params, "opt_state": _plain(state.opt_state), "loop": _plain(loop)}
-    return items if state.carried is None else {**items, "carried": state.carried}
+    besides = {name: getattr(state, name) for name in BESIDES}
+    return items | {name: item for name, item in besides.items() if item is not None}
 
 
 def _restore_items(
@@ -208,8 +217,7 @@ def _restore_items(
     """Read the named items of the checkpoint `folder` after comparing all their shapes."""
     # Orbax warns about each item of a folder that it is not told how to read, wanted or not.
     handlers: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in ("params", "opt_state", "loop")}
-    if (folder / "carried").exists():
-        handlers["carried"] = ocp.StandardCheckpointHandler()
+    handlers |= {name: ocp.StandardCheckpointHandler() for name in BESIDES if (folder / name).exists()}
     handlers["meta"] = ocp.JsonCheckpointHandler()
     step = int(folder.name)
     options = ocp.CheckpointManagerOptions(create=False)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distaff.core.errors import UsageError
+from distaff.train.average import check_decay
 from distaff.train.best import Selection
 
 
@@ -19,6 +20,7 @@ class LoopConfig:
     resume: None, "newest", or a path. overwrite: an earlier run in output_dir is removed instead of refused.
     report_to: "tensorboard" and "wandb", besides the terminal and metrics.jsonl.
     steps_per_epoch: for the logged epoch. debug_nans: stop at the first NaN with the operation's name (slow).
+    ema_decay: of the average of the parameters, which then is evaluated, compared and saved; None keeps none.
     progress: write to the terminal. selection: by what evaluations are compared, None to keep what the last step made.
     """
 
@@ -36,6 +38,7 @@ class LoopConfig:
     report_to: Sequence[str] = ("tensorboard",)
     steps_per_epoch: float | None = None
     debug_nans: bool = False
+    ema_decay: float | None = None
     progress: bool = True
     selection: Selection | None = None
 
@@ -48,5 +51,6 @@ class LoopConfig:
             raise UsageError(f"total_steps is {self.total_steps}: steps are counted to {2**31 - 1}.")
         if self.selection is not None and self.selection.reload and self.output_dir is None:
             raise UsageError("A best step that is reloaded must be saved: give an output_dir.")
+        check_decay(self.ema_decay)
         if self.eval_steps < 0:
             raise UsageError(f"eval_steps must be 0 or more, not {self.eval_steps}.")

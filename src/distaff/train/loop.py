@@ -54,6 +54,7 @@ class FitResult:
     interrupted: the number of the signal that ended the run early, else None.
     compilations: how often `train_step` and `eval_step` were compiled.
     best: the best evaluation, where evaluations are compared; with `reload` the state holds its parameters.
+    params: to evaluate and to save: the state's, or their average where the run kept one.
     """
 
     state: TrainState
@@ -62,6 +63,11 @@ class FitResult:
     interrupted: int | None
     compilations: dict[str, int]
     best: Best | None = None
+
+    @property
+    def params(self) -> Tree:
+        """See above."""
+        return self.state.evaluated
 
 
 def fit(
@@ -111,6 +117,7 @@ def fit(
         seed=config.seed,
         shardings=param_shardings,
         carried=carried,
+        averaged=config.ema_decay is not None,
     )
     state, meta = _restored(state, source, config=config, batches=batches, filled=filled)
     best = _best_before(config, meta, output, source)
@@ -125,7 +132,13 @@ def fit(
         on_log=on_log,
     )
     train_step = make_train_step(
-        loss_fn, tx, state=state, accumulation=config.accumulation, schedule=schedule, donate=not config.debug_nans
+        loss_fn,
+        tx,
+        state=state,
+        accumulation=config.accumulation,
+        schedule=schedule,
+        donate=not config.debug_nans,
+        ema_decay=config.ema_decay,
     )
     window = window_from_json(meta.get("window"), mesh)
     if on_start is not None:

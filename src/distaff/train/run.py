@@ -194,11 +194,11 @@ class Run:
     def _evaluate(self) -> None:
         jax.block_until_ready(self.state.step)
         with self.watch.paused():
-            values = {}
+            values, params = {}, self.state.evaluated
             if self.hooks.eval_batches is not None:
                 values = evaluate(
                     self.hooks.loss_fn,
-                    params=self.state.params,
+                    params=params,
                     carried=self.state.carried,
                     batches=self.hooks.eval_batches,
                     steps=self.config.eval_steps,
@@ -211,7 +211,7 @@ class Run:
                 values = self._values(values)
             if self.hooks.score is not None:
                 carried = () if self.state.carried is None else (self.state.carried,)
-                values |= self.hooks.score(self.state.params, *carried)
+                values |= self.hooks.score(params, *carried)
             values = {f"eval_{name}": value for name, value in values.items()}
             self._write(values)
         if self.best is not None and self.best.consider(self.step, values) and self.best.selection.reload:
@@ -231,7 +231,7 @@ class Run:
         jax.block_until_ready(self.state.step)
         with self.watch.paused():
             window = self._read_window()
-            if not bool(jax.device_get(all_finite((self.state.params, self.state.carried)))):
+            if not bool(jax.device_get(all_finite((self.state.params, self.state.average, self.state.carried)))):
                 raise DistaffError(f"The parameters are not finite after step {self.step}: lower the learning rate.")
             meta = {
                 "step": self.step,

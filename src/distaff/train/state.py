@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from distaff.core.mesh import replicated
 from distaff.core.tree import Tree, map_with_path
+from distaff.train.average import start_average
 
 
 @struct.dataclass
@@ -23,6 +24,7 @@ class TrainState:
     rng: the key of the run; it never changes, a step draws from `fold_in(rng, step)`.
     carried: what the loss function hands on from one micro-batch to the next, such as running statistics: not trained,
     not decayed, saved and restored. None where it hands on nothing.
+    average: the exponential moving average of `params` (see `average.py`), None where the run keeps none.
     """
 
     step: jax.Array
@@ -30,6 +32,14 @@ class TrainState:
     opt_state: Any
     rng: jax.Array
     carried: Tree = None
+    average: Tree = None
+
+    @property
+    def evaluated(self) -> Tree:
+        """The parameters to evaluate and to save: the average, in their dtypes, where there is one."""
+        if self.average is None:
+            return self.params
+        return jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), self.average, self.params)
 
 
 def create_state(
@@ -40,11 +50,13 @@ def create_state(
     seed: int = 0,
     shardings: Tree | None = None,
     carried: Tree = None,
+    averaged: bool = False,
 ) -> TrainState:
     """Return the state before the first step, with copies of `params` (so a donated step leaves the caller's alone).
 
     `shardings` has the structure of `params`; without it parameters that lie on `mesh` stay as they lie, and every
-    device holds all others, as each holds all that is `carried`.
+    device holds all others, as each holds all that is `carried`. With `averaged` the state has an average too, which
+    lies as the parameters do.
     """
     whole = replicated(mesh)
     if shardings is None:
@@ -64,6 +76,7 @@ def create_state(
         # Made where it stays: a seed handed in from outside would be an implicit transfer.
         rng=jax.jit(lambda: jax.random.key(seed), out_shardings=whole)(),
         carried=None if carried is None else copied(carried, jax.tree.map(lambda _: whole, carried)),
+        average=jax.jit(start_average, out_shardings=shardings)(params) if averaged else None,
     )
 
 
@@ -78,7 +91,7 @@ def abstract_state(state: TrainState) -> TrainState:
 
 
 def opt_state_shardings(opt_state: Tree, params: Tree, shardings: Tree, mesh: Mesh) -> Tree:
-    """Give a leaf of the optimizer the sharding of the parameter whose path ends its own, if it has its shape."""
+    """Give a leaf of the optimizer the sharding of the parameter whose path is in its own, if it has its shape."""
     default = replicated(mesh)
     by_path: dict[str, tuple[tuple[int, ...], Sharding]] = {}
 
@@ -90,10 +103,12 @@ def opt_state_shardings(opt_state: Tree, params: Tree, shardings: Tree, mesh: Me
     def choose(path: str, leaf: Any) -> Sharding:
         parts = path.split("/")
         for start in range(len(parts)):
-            shape, sharding = by_path.get("/".join(parts[start:]), (None, default))
-            # Adafactor's factored moments stand under a parameter's path and are smaller.
-            if shape == leaf.shape:
-                return sharding
+            # SM3 keeps a list under a parameter's path.
+            for end in (len(parts), len(parts) - 1):
+                shape, sharding = by_path.get("/".join(parts[start:end]), (None, default))
+                # Adafactor's factored moments stand under a parameter's path and are smaller.
+                if shape == leaf.shape:
+                    return sharding
         return default
 
     return map_with_path(choose, opt_state)

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from distaff.core.errors import DistaffError, UsageError
 from distaff.core.mesh import batch_devices, batch_sharding, place, replicated
 from distaff.core.tree import Tree
+from distaff.train.average import follow
 from distaff.train.metrics import NO_STEP, StepMetrics, Sums
 from distaff.train.state import TrainState, shardings_of
 
@@ -37,12 +38,14 @@ def make_train_step(
     accumulation: int = 1,
     schedule: Schedule | None = None,
     donate: bool = True,
+    ema_decay: float | None = None,
 ) -> TrainStep:
     """Return the jitted `train_step(state, batch) -> (state, metrics)`; it takes over the buffers of its state.
 
     With `accumulation` above one the leaves of a batch are `[accumulation, rows, ...]`, else `[rows, ...]`, as
     `place_rows` makes them. `state` pins where the next state lies; without it the compiler chooses, which is fine on
-    one device. `schedule` is only reported. `donate=False` keeps the state that is passed in.
+    one device. `schedule` is only reported. `donate=False` keeps the state that is passed in. `ema_decay`: of the
+    average, for a state that has one.
     """
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
@@ -57,8 +60,9 @@ def make_train_step(
             learning_rate=None if schedule is None else jnp.asarray(schedule(state.step), jnp.float32),
             bad_step=jnp.where(finite, NO_STEP, state.step + 1).astype(jnp.int32),
         )
-        state = TrainState(step=state.step + 1, params=params, opt_state=opt_state, rng=state.rng, carried=carried)
-        return state, metrics
+        average = None if ema_decay is None else follow(state.average, params, step=state.step, decay=ema_decay)
+        after = {"params": params, "opt_state": opt_state, "carried": carried, "average": average}
+        return TrainState(step=state.step + 1, rng=state.rng, **after), metrics
 
     outputs = None if state is None else (shardings_of(state), state.step.sharding)
     return jax.jit(train_step, donate_argnums=(0,) if donate else (), out_shardings=outputs)

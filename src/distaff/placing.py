@@ -1,0 +1,59 @@
+"""Where a model's parameters lie on a mesh, from the logical axes of their rows."""
+
+import math
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding
+
+from distaff.core.mesh import param_sharding
+from distaff.core.tree import Tree, flatten
+from distaff.weights import Leaf
+
+
+class Placed:
+    """What `FlaxPreTrainedModel` knows of meshes."""
+
+    config: Any
+    mesh: Mesh | None
+    params_shape_tree: Tree
+    _params: Tree | None
+
+    @property
+    def params(self) -> Tree:
+        """The parameters."""
+        raise NotImplementedError
+
+    @property
+    def _table(self) -> dict[str, Leaf]:
+        raise NotImplementedError
+
+    def param_shardings(self, mesh: Mesh) -> dict[str, NamedSharding]:
+        """Return by '/'-path where each parameter lies on `mesh`, from the logical axes of its row."""
+        shapes, units = flatten(self.params_shape_tree), self.indivisible()
+        return {
+            path: param_sharding(mesh, shapes[path].shape, axes, units) for path, axes in self.logical_axes().items()
+        }
+
+    def logical_axes(self) -> dict[str, tuple[str | None, ...]]:
+        """Return by '/'-path the logical axes of each parameter."""
+        return {path: leaf.axes for path, leaf in self._table.items()}
+
+    def indivisible(self) -> dict[str, int]:
+        """Return of how many parts, which no mesh may cut, a logical axis consists: the heads."""
+        names = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
+        heads = [getattr(self.config, name) for name in names if getattr(self.config, name, None)]
+        return {"heads": math.gcd(*heads)} if heads else {}
+
+    def filled_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return by '/'-path the shapes of parameters with a vocabulary, without the padding that they may have."""
+        shapes, vocab = flatten(self.params_shape_tree), getattr(self.config, "vocab_size", None)
+        table = {path: leaf for path, leaf in self._table.items() if "vocab" in leaf.axes}
+        return {path: leaf.filled(shapes[path].shape, vocab) for path, leaf in table.items()}
+
+    def hand_over(self) -> Tree:
+        """Return the parameters and keep none, for a training that takes them: two copies would need twice the room."""
+        params, self._params = self.params, None
+        return params
+
+    def _sharding(self, leaf: Leaf, shape: tuple[int, ...]) -> NamedSharding | None:
+        return None if self.mesh is None else param_sharding(self.mesh, shape, leaf.axes, self.indivisible())
