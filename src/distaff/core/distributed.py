@@ -1,7 +1,9 @@
 """Starting jax in several processes, by addresses that are given or by the cluster that jax finds, and leaving them."""
 
+import atexit
 import logging
 import os
+import subprocess
 import sys
 import threading
 import traceback
@@ -16,8 +18,16 @@ logger = logging.getLogger("distaff")
 
 # How jax ends a process when another one is lost: abort(), which no Python code can catch.
 ABORTED = 134
+# What a user must see last of a process that was aborted, and so could say nothing itself.
+LAST_WORDS = (
+    "This process was ended from outside or by jax, which ends all processes of a run when one is lost: start all with "
+    "the same command again, with --resume_from_checkpoint to go on from the last checkpoint."
+)
 # Words of errors that a collective operation ends with when the process on its other side is gone.
 _LOST = ("gloo", "nccl", "connection", "unavailable", "heartbeat", "coordination")
+
+
+_witness: subprocess.Popen | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,7 @@ def start(
             # jax aborts at the end of its own time; the sentence comes first.
             initialization_timeout=initialization_timeout + 30,
         )
+    _leave_a_witness()
     if jax.process_index() == 0:
         found = "" if cluster is None else f", found by {cluster.name}"
         logger.info(
@@ -138,7 +149,26 @@ def leaving_together(*, debug: bool = False) -> Iterator[None]:
         _leave(1)
 
 
+def _leave_a_witness() -> None:
+    """Start a shell that says the last words of this process where it ends without having said that all is well."""
+    global _witness
+    shell = "/bin/sh"
+    if os.path.exists(shell):
+        script = 'read word || echo "distaff: $1" >&2'
+        # In a session of its own, so that Ctrl-C does not reach it.
+        _witness = subprocess.Popen(
+            [shell, "-c", script, "distaff", LAST_WORDS], stdin=subprocess.PIPE, start_new_session=True
+        )
+        atexit.register(_dismiss_witness)
+
+
+def _dismiss_witness() -> None:
+    if _witness is not None and _witness.returncode is None:
+        _witness.communicate(b"well\n")
+
+
 def _leave(code: int) -> None:
+    _dismiss_witness()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
