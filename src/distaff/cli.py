@@ -38,6 +38,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("quickstart",): Command(
         "distaff.quickstart", "run", "QuickstartFlags", "Train a small RoBERTa on text that comes with Python."
     ),
+    ("doctor",): Command("distaff.tasks.doctor", "run", "DoctorFlags", "Say what of this machine would spoil a run."),
     ("tokenizer", "train"): Command("distaff.tasks.tokenizer", "run", "TokenizerFlags", "Train a tokenizer on texts."),
     ("config", "create"): Command("distaff.tasks.config", "create", "ConfigFlags", "Write a model config."),
     ("train", "mlm"): Command("distaff.tasks.mlm", "train", "MlmFlags", "Masked language modeling."),
