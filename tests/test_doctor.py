@@ -13,7 +13,7 @@ from recipe_cases import one_line
 
 SMI = "| NVIDIA-SMI {0}    Driver Version: {0}    CUDA Version: 12.4 |"
 NVRM = "NVRM version: NVIDIA UNIX {}x86_64 Kernel Module{}  {}  Wed Oct 25 2026\nGCC version: 12\n"
-INSTALLED = dict.fromkeys(probes.PACKAGES, "1.0")
+INSTALLED = dict.fromkeys([*probes.PACKAGES, *probes.FOR_TRAINING], "1.0")
 
 
 def machine(root, files=(), *, packages=(), output=None, environ=(), **others):
@@ -149,9 +149,10 @@ def test_versions(tmp_path):
         ({"jaxlib": "0.9"}, "jaxlib 0.9 is not of jax 1.0: pip install 'jaxlib==1.0'"),
         ({"jax-cuda12-plugin": "0.9"}, "pip install 'jax-cuda12-plugin==1.0'"),
         ({"flax": None}, "Not installed: flax"),
+        ({"grain": None}, "pip install 'distaff[train]'"),
     ):
         _, finding = probes.versions(machine(tmp_path, packages=wrong))
-        assert finding.level == PROBLEM
+        assert finding.level == (NOTE if "grain" in wrong else PROBLEM)
         assert said in finding.text
 
 

@@ -16,8 +16,8 @@ from distaff.core.errors import DistaffError, UsageError
 
 logger = logging.getLogger("distaff")
 
-# How jax ends a process when another one is lost: abort(), which no Python code can catch.
-ABORTED = 134
+# How jax ends a process when another one is lost, abort(), which no Python code can catch; and so do we where we can.
+LOST = 134
 # What a user must see last of a process that was aborted, and so could say nothing itself.
 LAST_WORDS = (
     "This process was ended from outside or by jax, which ends all processes of a run when one is lost: start all with "
@@ -101,8 +101,8 @@ def start(
         found = "" if cluster is None else f", found by {cluster.name}"
         logger.info(
             "Process 0 of %d%s: %d of %d devices are here. If a process is lost, the others end within %d s "
-            "(exit code 1 or %d).",
-            *(jax.process_count(), found, jax.local_device_count(), jax.device_count(), heartbeat_timeout, ABORTED),
+            "(exit code %d).",
+            *(jax.process_count(), found, jax.local_device_count(), jax.device_count(), heartbeat_timeout, LOST),
         )
     else:
         # What the first process says need not be said by all.
@@ -144,8 +144,8 @@ def leaving_together(*, debug: bool = False) -> Iterator[None]:
                 "processes again, with --resume_from_checkpoint to go on from the last checkpoint.",
                 file=sys.stderr,
             )
-        else:
-            traceback.print_exc()
+            _leave(LOST)
+        traceback.print_exc()
         _leave(1)
 
 

@@ -1,11 +1,13 @@
 """What `distaff doctor` looks at: each probe is a function of a `Machine`, which tests put together from fakes."""
 
 import contextlib
+import json
 import os
 import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -13,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from distaff.core.distributed import Cluster, find_cluster
-from distaff.core.errors import UsageError
+from distaff.core.errors import DistaffError, UsageError
 
 OK, NOTE, PROBLEM = "OK", "NOTE", "PROBLEM"
 GIB = 1 << 30
 # The oldest driver that the wheels of jax run with, by the CUDA of the plugin (jax's page on installation).
 OLDEST_DRIVER = {"12": 525, "13": 580}
-PACKAGES = "distaff jax jaxlib flax optax orbax-checkpoint transformers tokenizers datasets grain numpy".split()
+PACKAGES = "distaff jax jaxlib flax optax orbax-checkpoint transformers tokenizers numpy".split()
+# What training needs besides: the extra `train`.
+FOR_TRAINING = "datasets grain scikit-learn tensorboardX".split()
 # PCI's number of the makers of accelerators.
 _NVIDIA, _GOOGLE = "0x10de", "0x1ae0"
 
@@ -55,9 +59,15 @@ def _version(name: str) -> str | None:
 
 
 def _devices() -> Devices:
-    import jax
-
-    return Devices(jax.default_backend(), [device.device_kind for device in jax.local_devices()])
+    """Ask jax in a process of its own: a driver that hangs or aborts must not take the other findings with it."""
+    ask = "import json, jax; print(json.dumps([jax.default_backend(), [x.device_kind for x in jax.local_devices()]]))"
+    try:
+        done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise DistaffError("no answer in 120 s; all hosts of a TPU slice must ask at once") from error
+    if done.returncode:
+        raise DistaffError((done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1])
+    return Devices(*json.loads(done.stdout.splitlines()[-1]))
 
 
 @dataclass(frozen=True)
@@ -95,12 +105,14 @@ class Machine:
 
 def versions(machine: Machine) -> list[Finding]:
     """Versions, and packages that do not go together."""
-    found = {name: machine.version(name) for name in PACKAGES}
-    lost = [name for name, number in found.items() if number is None]
+    found = {name: machine.version(name) for name in (*PACKAGES, *FOR_TRAINING)}
+    lost = [name for name in PACKAGES if found[name] is None]
     named = ", ".join(f"{name} {number}" for name, number in found.items() if number is not None)
     findings = [Finding(OK, f"Python {platform.python_version()}, {named}.")]
     if lost:
         findings.append(Finding(PROBLEM, f"Not installed: {', '.join(lost)}. Install distaff again with pip."))
+    if any(found[name] is None for name in FOR_TRAINING):
+        findings.append(Finding(NOTE, "What training needs is not all installed: pip install 'distaff[train]'."))
     for name in ("jaxlib", *(f"jax-cuda{cuda}-plugin" for cuda in OLDEST_DRIVER)):
         number = machine.version(name)
         if number is not None and found["jax"] is not None and _release(number) != _release(found["jax"]):
@@ -288,6 +300,6 @@ PROBES: tuple[Callable[[Machine], list[Finding]], ...] = (
 
 
 def examine(machine: Machine, *, asked: str | None = None) -> list[Finding]:
-    """Return the findings of all probes; jax's devices last, because jax then holds them itself."""
+    """Return the findings of all probes; jax's devices last, because asking takes them for a moment."""
     every: list[Any] = [*(probe(machine) for probe in PROBES), accelerator(machine, asked=asked)]
     return [finding for findings in every for finding in findings]
