@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -140,8 +141,8 @@ def leaving_together(*, debug: bool = False) -> Iterator[None]:
             _leave(error.exit_code)
         if any(word in str(error).lower() for word in _LOST):
             print(
-                f"distaff: Another process of the run is lost, or the network to it ({_first_line(error)}): start all "
-                "processes again, with --resume_from_checkpoint to go on from the last checkpoint.",
+                f"distaff: Another process of the run is lost, or the network to it ({_first_words(error)}): start all "
+                "with the same command again, with --resume_from_checkpoint to go on from the last checkpoint.",
                 file=sys.stderr,
             )
             _leave(LOST)
@@ -191,5 +192,6 @@ def _within(seconds: int, sentence: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")
+def _first_words(error: BaseException) -> str:
+    """Return what an error says before it goes into addresses and advice."""
+    return re.split(r"\. |\[|\n", str(error).strip())[0].rstrip(".: ")

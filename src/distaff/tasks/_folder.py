@@ -87,22 +87,24 @@ def _check_shared(folder: Path) -> None:
     """Raise `UsageError` where the processes do not see one folder: each would keep a part of every checkpoint."""
     if jax.process_count() == 1:
         return
-    name = agreed(lambda: f".seen-by-all-{uuid.uuid4().hex}")
-    if is_first():
-        (folder / name).touch()
-    wait_for_all()
-    deadline = time.monotonic() + _NETWORK_DELAY
-    while not (seen := (folder / name).exists()) and time.monotonic() < deadline:
-        list(folder.iterdir())  # makes a network file system look again
-        time.sleep(0.2)
-    if not seen:
-        raise UsageError(
-            f"--output_dir '{folder}' is not the folder that process 0 writes to: name one on a file system that all "
-            "hosts share."
-        )
-    wait_for_all()
-    if is_first():
-        (folder / name).unlink()
+    mark = folder / agreed(lambda: f".seen-by-all-{uuid.uuid4().hex}")
+    try:
+        if is_first():
+            mark.touch()
+        wait_for_all()
+        deadline = time.monotonic() + _NETWORK_DELAY
+        while not (seen := mark.exists()) and time.monotonic() < deadline:
+            list(folder.iterdir())  # makes a network file system look again
+            time.sleep(0.2)
+        if not seen:
+            raise UsageError(
+                f"--output_dir '{folder}' is not the folder that process 0 writes to: name one on a file system that "
+                "all hosts share."
+            )
+        wait_for_all()
+    finally:
+        if is_first():
+            mark.unlink(missing_ok=True)
 
 
 def in_the_way(folder: Path, flags: Any) -> list[str]:
