@@ -88,6 +88,8 @@ def start(
         f"{process_id}): look at those that are missing, and start all with the same address within that time, or "
         "raise --initialization_timeout."
     )
+    # It would catch SIGTERM for itself, and end nothing: `train.signals` does that.
+    jax.config.update("jax_enable_preemption_service", False)
     with _within(initialization_timeout, waiting):
         jax.distributed.initialize(
             coordinator_address,

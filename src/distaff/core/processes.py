@@ -58,6 +58,22 @@ def agreed(decide: Callable[[], Answer]) -> Answer:
     return told["answer"]
 
 
+def everywhere(holds: bool, *, within: float) -> bool | None:
+    """Tell whether `holds` is true in every process; None where one has not said it after so many seconds."""
+    if jax.process_count() == 1:
+        return holds
+    key = f"distaff/{next(_calls)}"
+    _client().key_value_set(f"{key}/{jax.process_index()}", str(int(holds)))
+    try:
+        told = [
+            _client().blocking_key_value_get(f"{key}/{index}", int(within * 1000))
+            for index in range(jax.process_count())
+        ]
+    except jax.errors.JaxRuntimeError:
+        return None
+    return all(map(int, told))
+
+
 class Appointment:
     """A step after which all processes of a run stop, because one of them was asked to.
 
