@@ -32,6 +32,7 @@ HERE = {
     "predict-images": ("predict", "image-classification"),
     "push": ("push",),
     "quickstart": ("quickstart",),
+    "doctor": ("doctor",),
 }
 
 
@@ -342,3 +343,12 @@ def test_quickstart(tmp_path, monkeypatch):
         "overwrite_output_dir": ("", "--output_dir FOLDER/occupied"),
     }
     assert_all_change("quickstart", table, run)
+
+
+def test_doctor(capsys):
+    def run(words):
+        code = main(["doctor", *words])
+        lines = capsys.readouterr().out.splitlines()
+        return code, [line for line in lines if "jax computes on" in line]
+
+    assert_all_change("doctor", {"platform": ("tpu", "")}, run)

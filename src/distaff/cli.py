@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from distaff.core.distributed import leaving_together
 from distaff.core.errors import DistaffError, UsageError
 
 
@@ -37,6 +38,7 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("quickstart",): Command(
         "distaff.quickstart", "run", "QuickstartFlags", "Train a small RoBERTa on text that comes with Python."
     ),
+    ("doctor",): Command("distaff.tasks.doctor", "run", "DoctorFlags", "Say what of this machine would spoil a run."),
     ("tokenizer", "train"): Command("distaff.tasks.tokenizer", "run", "TokenizerFlags", "Train a tokenizer on texts."),
     ("config", "create"): Command("distaff.tasks.config", "create", "ConfigFlags", "Write a model config."),
     ("train", "mlm"): Command("distaff.tasks.mlm", "train", "MlmFlags", "Masked language modeling."),
@@ -130,7 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rest = words[len(name) :]
         if huge_pages and arguments is None and not {"-h", "--help"} & set(rest):
             restart_with_huge_pages()
-        code = call(name, command, rest)
+        with leaving_together(debug=debug):
+            code = call(name, command, rest)
         sys.stdout.flush()
         return code
     except DistaffError as error:
@@ -184,23 +187,31 @@ def call(name: tuple[str, ...], command: Command, words: list[str]) -> int:
     """Parse the flags and run the command in a process that is set up for it."""
     set_up_process()
     module = importlib.import_module(command.module)
-    flags = parse(name, command, getattr(module, command.flags), words)
+    flags, cluster = parse(name, command, getattr(module, command.flags), words)
+    if cluster is not None:
+        cluster.join()  # before any device is used
     result = getattr(module, command.function)(flags)
     return result if isinstance(result, int) else 0
 
 
-def parse(name: tuple[str, ...], command: Command, flags_class: Any, words: list[str]) -> Any:
-    """Return the flags of `words`, after those of a .yaml file that stands first."""
+def parse(name: tuple[str, ...], command: Command, flags_class: Any, words: list[str]) -> tuple[Any, Any]:
+    """Return the flags of `words`, after those of a .yaml file that stands first, and those of several processes.
+
+    The latter are None for commands that have one process.
+    """
     from transformers import HfArgumentParser
 
+    from distaff.tasks._cluster_flags import ClusterFlags
     from distaff.tasks._flags import TRAINING_ONLY
+
+    classes: Any = (flags_class, ClusterFlags) if name[0] in ("train", "eval") else (flags_class,)
 
     class Parser(HfArgumentParser):
         def error(self, message: str):
             raise UsageError(f"{message[:1].upper()}{message[1:]}; see 'distaff {' '.join(name)} --help'.")
 
     # In an annotation its own: HfArgumentParser asks for types by name in the dataclass's module.
-    parser: Any = Parser(flags_class, prog=f"distaff {' '.join(name)}", description=command.help, allow_abbrev=False)
+    parser: Any = Parser(classes, prog=f"distaff {' '.join(name)}", description=command.help, allow_abbrev=False)
     known = {option: action.dest for action in parser._actions for option in action.option_strings}
     unused = TRAINING_ONLY if name[0] == "eval" else frozenset()
     for action in parser._actions:
@@ -219,7 +230,7 @@ def parse(name: tuple[str, ...], command: Command, flags_class: Any, words: list
     *parsed, left = parser.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
     if left:
         raise UsageError(_unknown(left[0], known, name))
-    return parsed[0]
+    return parsed[0], parsed[1] if len(classes) > 1 else None
 
 
 def recipe_words(name: str, known: Collection[str], *, without: Container[str]) -> list[str]:

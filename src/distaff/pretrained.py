@@ -17,6 +17,7 @@ from distaff.core.apply import jitted_apply
 from distaff.core.errors import UsageError, listed
 from distaff.core.mesh import on
 from distaff.core.precision import cast_floating, cast_shapes, dtype_of, is_floating
+from distaff.core.processes import gathered
 from distaff.core.tree import Tree, flatten, unflatten
 from distaff.hub import open_checkpoint, push_folder, resolve, save_msgpack, save_safetensors
 from distaff.loading import (
@@ -301,7 +302,7 @@ class FlaxPreTrainedModel(Placed):
         repo_id: str | None = None,
         token: str | None = None,
     ) -> None:
-        """Write config and weights: safetensors that PyTorch opens, or msgpack as old Flax wrote it."""
+        """Write config and weights (the first process; all must call it): safetensors, or msgpack as old Flax did."""
         if save_format not in ("safetensors", "msgpack"):
             raise UsageError(f"save_format is 'safetensors' or 'msgpack', not '{save_format}'.")
         folder = Path(directory)
@@ -314,7 +315,8 @@ class FlaxPreTrainedModel(Placed):
                 "another folder, or save msgpack first and safetensors after it."
             )
         params = self.params if params is None else params
-        flat = {path: np.asarray(jax.device_get(leaf)) for path, leaf in flatten(params).items()}
+        if (flat := gathered(flatten(params))) is None:
+            return
         refuse_misfits(flat, self.params_shape_tree, name=type(self).__name__)
         config, flat = without_padding(self.config, flat, self._table)
         tensors = tensors_to_write(flat, self._table, save_format)
@@ -383,8 +385,7 @@ class FlaxPreTrainedModel(Placed):
 
         def init():
             # Traced with its key and inputs: nothing is compiled to learn shapes.
-            inputs: dict[str, Any] = self.dummy_inputs(self.input_shape)
-            return module.init({"params": jax.random.key(0)}, **inputs)
+            return module.init({"params": jax.random.key(0)}, **self.dummy_inputs(self.input_shape))  # type: ignore
 
         shapes = held(jax.eval_shape(init), lambda params: cast_shapes(params, self.param_dtype))
         if not rows:

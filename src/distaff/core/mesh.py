@@ -35,8 +35,20 @@ def make_mesh(*, data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequen
             f"A mesh of {' x '.join(f'{axis}={size}' for axis, size in zip(AXES, sizes))} does not fill "
             f"{len(devices)} devices: choose sizes whose product is {len(devices)}."
         )
+    _check_processes(devices, sizes)
     # Under Explicit axes, the default of jax.make_mesh, Linen's embedding lookups fail to trace.
     return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def _check_processes(devices: Sequence[Any], sizes: Sequence[int]) -> None:
+    """Raise `UsageError` where several processes would need the same rows: each is dealt rows of its own."""
+    processes = len({device.process_index for device in devices})
+    local = len(devices) // processes
+    if processes > 1 and local % sizes[2]:
+        raise UsageError(
+            f"A mesh with tensor={sizes[2]} splits one row over processes of {local} devices each: choose a tensor "
+            f"size that divides {local}, and give the rest to fsdp."
+        )
 
 
 def parse_mesh(text: str | None, devices: Sequence[Any] | None = None) -> Mesh:

@@ -20,6 +20,7 @@ import jax
 from jax.sharding import Mesh
 
 from distaff.core.errors import UsageError, listed
+from distaff.core.processes import is_first
 from distaff.core.tree import Tree, flatten, unflatten
 from distaff.data.batches import Batches
 from distaff.tasks import _folder, _placement
@@ -115,18 +116,18 @@ def train(recipe: Recipe, flags: FinetuneFlags) -> int:
         if name or not measured:
             metrics |= figures(tuning, held_out, params, carried, mesh, f"eval_{{}}{name}", folder)
     predicted = predict(flags, tuning, params, carried, mesh, folder)
-    if jax.process_index() == 0:
-        recipes.finish(
-            folder,
-            flags,
-            model=tuning.model,
-            params=_whole(tuning.model, params, carried),
-            tokenizer=tuning.saved,
-            task=recipe.task,
-            metrics=metrics,
-            step=result.step,
-            shown=tuning.metrics,
-        )
+    recipes.finish(
+        folder,
+        flags,
+        model=tuning.model,
+        params=_whole(tuning.model, params, carried),
+        tokenizer=tuning.saved,
+        task=recipe.task,
+        metrics=metrics,
+        step=result.step,
+        shown=tuning.metrics,
+    )
+    if is_first():
         _folder.write_results(folder, {"predict": predicted}, add=True)
     return 0
 
@@ -203,7 +204,9 @@ def evaluate_only(recipe: Recipe, flags: FinetuneFlags) -> int:
     for name, held_out in tuning.evaluations.items():
         evaluated |= figures(tuning, held_out, params, carried, mesh, f"eval_{{}}{name}", folder)
     predicted = {} if folder is None else predict(flags, tuning, params, carried, mesh, folder)
-    if folder is not None and jax.process_index() == 0:
+    if not is_first():
+        return 0
+    if folder is not None:
         parts = {"eval": evaluated, "predict": predicted}
         _folder.write_results(folder, {name: values for name, values in parts.items() if values}, add=True)
     for name, value in (evaluated | predicted).items():
@@ -241,7 +244,7 @@ def figures(
 ) -> dict[str, float]:
     """Return the figures of a set; `name` has braces where that of a figure stands. `folder`: to write to, if any."""
     outputs = collect(tuning.forward, params=params, batches=held_out.batches, mesh=mesh, carried=carried)
-    if folder is not None and tuning.write_evaluation is not None and jax.process_index() == 0:
+    if folder is not None and tuning.write_evaluation is not None and is_first():
         tuning.write_evaluation(folder, name.rpartition("}")[2], outputs, held_out)
     return {name.format(key): value for key, value in tuning.figures(outputs, held_out).items()}
 
@@ -258,7 +261,7 @@ def predict(
         if tuning.labelled(held_out):
             found = tuning.figures(outputs, held_out)
             values |= {f"predict_{name}{suffix}": value for name, value in found.items()}
-        if jax.process_index() == 0:
+        if is_first():
             write_predictions(folder / f"{_folder.PREDICT}{suffix}.{flags.predictions_format}", rows)
             if tuning.write is not None:
                 tuning.write(folder, suffix, outputs, held_out)

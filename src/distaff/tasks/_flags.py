@@ -111,7 +111,10 @@ class TrainingFlags:
     output_dir: str | None = flag(None, "Folder for everything that the run writes.")
     overwrite_output_dir: bool = flag(False, "Start anew although the folder holds a run.")
     resume_from_checkpoint: str | None = flag(
-        None, "Go on from this checkpoint; without a value from the newest of the folder.", nargs="?", const="newest"
+        None,
+        "Go on from this checkpoint; without a value from the newest of the folder; if_any: from it, if there is one.",
+        nargs="?",
+        const="newest",
     )
     do_train: bool = flag(True, "Train.")
     do_eval: bool = flag(True, "Evaluate, while training and after it.")

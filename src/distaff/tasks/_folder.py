@@ -4,6 +4,9 @@ import json
 import math
 import os
 import tempfile
+import time
+import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,13 @@ import jax
 import yaml
 
 from distaff.core.errors import DistaffError, UsageError, listed
+from distaff.core.processes import agreed, is_first, wait_for_all
 from distaff.hub.card import remove_generated_card
 from distaff.hub.files import INDEX_SUFFIX
 from distaff.hub.repo import COMPANIONS
 from distaff.tasks._flags import as_recipe
 from distaff.train.checkpoint import complete_steps
-from distaff.train.resume import CHECKPOINTS
+from distaff.train.resume import CHECKPOINTS, IF_ANY, LEFT_BEHIND
 
 RESULTS = ("all_results.json", "train_results.json", "eval_results.json", "predict_results.json")
 PREDICTIONS = "generated_predictions.txt"
@@ -26,6 +30,10 @@ PREDICT = "predict_results"
 PREDICTED = (*(f"{PREDICT}*.{kind}" for kind in ("csv", "jsonl", "conll")), "*predictions.json", "*null_odds.json")
 # What shows that a run wrote here.
 MARKS = ("recipe.yaml", "metrics.jsonl", CHECKPOINTS, *RESULTS)
+# What a run that ended before its first checkpoint leaves.
+BARELY_BEGUN = {"recipe.yaml", "metrics.jsonl", CHECKPOINTS, LEFT_BEHIND, "runs"}
+# For how long a file that another host wrote may be unseen.
+_NETWORK_DELAY = 10.0
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".msgpack", ".h5", ".pt", ".pth", ".ckpt", ".onnx", ".gguf")
 # What people write into a folder, a repository's clone for example, and a run leaves alone.
 NOT_IN_THE_WAY = (".", "README", "LICENSE", "LICENCE", "NOTICE")
@@ -52,15 +60,51 @@ def check_folder(flags: Any) -> Path:
     if not flags.output_dir:
         raise UsageError("Training writes a folder: name it with --output_dir.")
     folder = Path(flags.output_dir)
-    if folder.is_dir() and not flags.overwrite_output_dir and flags.resume_from_checkpoint is None:
+    # Looked at by one process: another may be late, and find what the run has written by then.
+    agreed(partial(_check_content, folder, flags))
+    output_folder(flags.output_dir)
+    _check_shared(folder)
+    return folder
+
+
+def _check_content(folder: Path, flags: Any) -> None:
+    fresh = flags.resume_from_checkpoint is None
+    if flags.resume_from_checkpoint == IF_ANY and not complete_steps(folder / CHECKPOINTS):
+        fresh = True
+    if folder.is_dir() and not flags.overwrite_output_dir and fresh:
         found = in_the_way(folder, flags)
+        if flags.resume_from_checkpoint == IF_ANY and set(found) <= BARELY_BEGUN:
+            return
         if found:
             run = "already holds a run" if set(found) & set(MARKS) else f"is not empty (it holds {listed(found, 3)})"
             resume = "go on with --resume_from_checkpoint, " if complete_steps(folder / CHECKPOINTS) else ""
             raise UsageError(
                 f"'{folder}' {run}: {resume}start anew with --overwrite_output_dir, or name another --output_dir."
             )
-    return output_folder(flags.output_dir)
+
+
+def _check_shared(folder: Path) -> None:
+    """Raise `UsageError` where the processes do not see one folder: each would keep a part of every checkpoint."""
+    if jax.process_count() == 1:
+        return
+    mark = folder / agreed(lambda: f".seen-by-all-{uuid.uuid4().hex}")
+    try:
+        if is_first():
+            mark.touch()
+        wait_for_all()
+        deadline = time.monotonic() + _NETWORK_DELAY
+        while not (seen := mark.exists()) and time.monotonic() < deadline:
+            list(folder.iterdir())  # makes a network file system look again
+            time.sleep(0.2)
+        if not seen:
+            raise UsageError(
+                f"--output_dir '{folder}' is not the folder that process 0 writes to: name one on a file system that "
+                "all hosts share."
+            )
+        wait_for_all()
+    finally:
+        if is_first():
+            mark.unlink(missing_ok=True)
 
 
 def in_the_way(folder: Path, flags: Any) -> list[str]:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from distaff.core.errors import CheckpointError, DistaffError, UsageError
 from distaff.core.mesh import batch_devices, parse_mesh
+from distaff.core.processes import is_first, wait_for_all
 from distaff.hub import open_tokenizer, push_folder, resolve, write_card
 from distaff.models import FAMILIES
 from distaff.pretrained import FlaxPreTrainedModel
@@ -23,6 +24,8 @@ from distaff.tasks._flags import SECRET_FLAGS, ModelFlags, TrainingFlags
 from distaff.tasks._overrides import override
 from distaff.tasks.tokenizer import save_tokenizer
 from distaff.train import FitResult
+from distaff.train.checkpoint import complete_steps
+from distaff.train.resume import CHECKPOINTS, IF_ANY
 
 logger = logging.getLogger("distaff")
 
@@ -192,9 +195,12 @@ def measured(result: FitResult, folder: Path) -> dict[str, float]:
 
 def log_start(flags: ModelFlags, training: TrainingFlags) -> None:
     """Say where the weights come from, in the order in which sources are tried."""
+    resume = training.resume_from_checkpoint
+    if resume == IF_ANY:
+        resume = "newest" if complete_steps(Path(str(training.output_dir)) / CHECKPOINTS) else None
     sources = [
-        (training.resume_from_checkpoint == "newest", f"1. the newest complete checkpoint of {training.output_dir}"),
-        (training.resume_from_checkpoint is not None, f"2. the checkpoint {training.resume_from_checkpoint}"),
+        (resume == "newest", f"1. the newest complete checkpoint of {training.output_dir}"),
+        (resume is not None, f"2. the checkpoint {resume}"),
         (flags.model_name_or_path is not None, f"3. the pretrained weights of {flags.model_name_or_path}"),
         (True, f"4. random weights of seed {training.seed}"),
     ]
@@ -215,6 +221,8 @@ def finish(
 ) -> None:
     """Write model, tokenizer, results and card, and publish them where asked; the model, which costs most, first.
 
+    Every process calls this, for none may hold all parameters; the first writes, and all leave when it has.
+
     `metrics` are those of step `step`, with `eval_...` among them. `shown`: which figures of evaluations stand in the
     card's log, by default all. Publishing that fails leaves the run whole.
     """
@@ -222,6 +230,9 @@ def finish(
     trained = {name: value for name, value in metrics.items() if name not in evaluated}
     try:
         model.save_pretrained(folder, params)
+        if not is_first():
+            wait_for_all()
+            return
         if hasattr(tokenizer, "add_special_tokens"):
             save_tokenizer(tokenizer, folder)
         else:
@@ -248,6 +259,7 @@ def finish(
     )
     if flags.push_to_hub:
         publish(folder, flags)
+    wait_for_all()
 
 
 def publish(folder: Path, flags: TrainingFlags) -> None:

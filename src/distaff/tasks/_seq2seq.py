@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from distaff.core.errors import UsageError
+from distaff.core.processes import is_first
 from distaff.core.tree import Tree
 from distaff.data.batches import Batches
 from distaff.models._seq2seq import shift_tokens_right
@@ -129,17 +130,17 @@ def train(flags: Seq2SeqFlags, task: Task) -> int:
     if not result.metrics and evaluation is not None and "eval_loss" not in metrics:
         metrics |= figures(flags, task, side, params, evaluation, mesh)
     predicted = {} if test is None else predict(flags, task, side, params, test, mesh, folder)
-    if jax.process_index() == 0:
-        recipe.finish(
-            folder,
-            flags,
-            model=model,
-            params=params,
-            tokenizer=side.tokenizer,
-            task=task.pipeline,
-            metrics=metrics,
-            step=result.step,
-        )
+    recipe.finish(
+        folder,
+        flags,
+        model=model,
+        params=params,
+        tokenizer=side.tokenizer,
+        task=task.pipeline,
+        metrics=metrics,
+        step=result.step,
+    )
+    if is_first():
         _folder.write_results(folder, {"predict": predicted}, add=True)
     return 0
 
@@ -166,14 +167,14 @@ def evaluate_only(flags: Seq2SeqFlags, task: Task) -> int:
         evaluation = hold_out(flags, side, read_pairs(flags, task)[1], rows)
         assert evaluation is not None
         named = figures(flags, task, side, params, evaluation, mesh)
-        if folder is not None:
+        if folder is not None and is_first():
             _folder.write_results(folder, {"eval": named}, add=True)
     test = hold_out(flags, side, read_test(flags, task), rows)
     if test is not None and folder is not None:
         predicted = predict(flags, task, side, params, test, mesh, folder)
         _folder.write_results(folder, {"predict": predicted}, add=True)
         named |= predicted
-    for name, value in named.items():
+    for name, value in named.items() if is_first() else ():
         print(f"{name} = {value:.6g}")
     return 0
 

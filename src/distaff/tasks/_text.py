@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from distaff.core.errors import DataError, UsageError
+from distaff.core.processes import is_first
 from distaff.data.documents import check_joining
 from distaff.tasks import _folder, _placement
 from distaff.tasks import _recipe as recipes
@@ -81,17 +82,16 @@ def train(recipe: TextRecipe, flags: Any) -> int:
     metrics = recipes.measured(result, folder)
     if not result.metrics and flags.do_eval and "eval_loss" not in metrics:
         metrics |= measure(rows, result.params, data, mesh)
-    if jax.process_index() == 0:
-        recipes.finish(
-            folder,
-            flags,
-            model=model,
-            params=result.params,
-            tokenizer=recipe.saved_tokenizer(tokenizer),
-            task=recipe.task,
-            metrics=metrics,
-            step=result.step,
-        )
+    recipes.finish(
+        folder,
+        flags,
+        model=model,
+        params=result.params,
+        tokenizer=recipe.saved_tokenizer(tokenizer),
+        task=recipe.task,
+        metrics=metrics,
+        step=result.step,
+    )
     return 0
 
 
@@ -114,10 +114,11 @@ def evaluate_only(recipe: TextRecipe, flags: Any) -> int:
     sizes = recipes.rows_a_step(flags, mesh)
     data = recipe.data(flags, tokenizer, rows, vocab_size=model.config.vocab_size, sizes=sizes)
     values = measure(rows, model.params, data, mesh)
-    for name, value in values.items():
-        print(f"{name} = {value:.6g}")
-    if folder is not None:
-        _folder.write_results(folder, {"eval": values}, add=True)
+    if is_first():
+        for name, value in values.items():
+            print(f"{name} = {value:.6g}")
+        if folder is not None:
+            _folder.write_results(folder, {"eval": values}, add=True)
     return 0
 
 

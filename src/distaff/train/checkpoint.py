@@ -17,12 +17,15 @@ import jax
 import orbax.checkpoint as ocp
 
 from distaff.core.errors import CheckpointError, DistaffError, UsageError, listed
+from distaff.core.processes import everywhere
 from distaff.core.tree import Tree, path_of
 from distaff.train.relayout import as_stored, as_wanted
 from distaff.train.state import TrainState, abstract_state
 
 logger = logging.getLogger("distaff.train")
 
+# Seconds between the first process that has read a checkpoint, or has failed to, and the last.
+_MOST_APART = 300.0
 # Orbax writes this file last before it renames the folder of a step.
 _MARK = "_CHECKPOINT_METADATA"
 # What a state may have besides parameters and optimizer, each an item of its own.
@@ -157,13 +160,22 @@ def restore(
     damage = ""
     for candidate in [step] if step is not None else reversed(steps):
         folder = Path(directory).absolute() / str(candidate)
+        reason, read = "Another process cannot read its part.", None
         try:
-            return _read(folder, target, filled or {})
+            read = _read(folder, target, filled or {})
         except DistaffError:
             raise
         except Exception as error:
-            damage = f"The checkpoint {folder} is damaged and cannot be read: {_reason(error)}"
-            logger.warning("%s", damage)
+            reason = _reason(error)
+        damage = f"The checkpoint {folder} is damaged and cannot be read: {reason}"
+        # Each process reads a part of it, and all must go on from the same step.
+        answer = everywhere(read is not None, within=_MOST_APART)
+        if answer is None:
+            # Inside Orbax the others wait for this process, and can wait for ever.
+            raise CheckpointError(f"{damage} Move it away, and start all processes again.")
+        if answer and read is not None:
+            return read
+        logger.warning("%s", damage)
     raise CheckpointError(damage)
 
 

@@ -14,6 +14,8 @@ from distaff.core.tree import Tree
 from distaff.train.prefetch import Prefetch
 from distaff.train.step import place_eval_rows
 
+# Beside the outputs: which rows they are of, and zero for those that fill up.
+_NUMBERS, _WEIGHTS = "row numbers", "row weights"
 # `(params, batch) -> {name: [rows, ...]}`, or `(params, batch, carried)` where something is carried.
 Forward = Callable[..., dict[str, jax.Array]]
 
@@ -45,12 +47,19 @@ def collect(
     """
     mesh = make_mesh() if mesh is None else mesh
     found: dict[str, list[Any]] = {}
-    pending: deque[tuple[int, dict[str, jax.Array]]] = deque()
+    pending: deque[dict[str, jax.Array]] = deque()
+
+    def drawn_rows(step: int) -> tuple[Any, dict[str, np.ndarray]]:
+        numbers, weights = batches.indices(step)
+        part = len(numbers) // jax.process_count()
+        here = slice(jax.process_index() * part, (jax.process_index() + 1) * part)
+        # int32 is what devices have; the numbers travel with their rows, because a mesh may order processes otherwise.
+        return batches(step), {_NUMBERS: numbers[here].astype(np.int32), _WEIGHTS: weights[here]}
 
     def take() -> None:
-        step, outputs = pending.popleft()
-        numbers, weights = batches.indices(step)
-        for name, rows in jax.device_get(outputs).items():
+        outputs = jax.device_get(pending.popleft())
+        numbers, weights = outputs.pop(_NUMBERS), outputs.pop(_WEIGHTS)
+        for name, rows in outputs.items():
             places = found.setdefault(name, [None] * batches.rows)
             for number, weight, row in zip(numbers, weights, rows, strict=True):
                 if weight:
@@ -59,10 +68,11 @@ def collect(
     def placed(batch: Any) -> Any:
         return place_eval_rows(batch, mesh)
 
-    with Prefetch(batches, start=0, stop=batches.steps_per_epoch, place=placed) as drawn:
+    with Prefetch(drawn_rows, start=0, stop=batches.steps_per_epoch, place=placed) as drawn:
         for item in drawn:
+            batch, numbered = item.batch
             with on(mesh):
-                pending.append((item.step, _outputs(forward, mesh, params, item.batch, carried)))
+                pending.append(_outputs(forward, mesh, params, batch, carried, numbered))
             # One batch behind, so that the device has work while this waits.
             if len(pending) > 1:
                 take()
@@ -72,7 +82,9 @@ def collect(
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _outputs(forward: Forward, mesh: Mesh, params: Tree, batch: Any, carried: Tree) -> dict[str, jax.Array]:
+def _outputs(
+    forward: Forward, mesh: Mesh, params: Tree, batch: Any, carried: Tree, numbered: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
     """Return the outputs of a global batch, whole on every device, so that every process can read all of it."""
     outputs = forward(params, batch) if carried is None else forward(params, batch, carried)
-    return jax.lax.with_sharding_constraint(outputs, replicated(mesh))
+    return jax.lax.with_sharding_constraint({**outputs, **numbered}, replicated(mesh))

@@ -17,7 +17,8 @@ class LoopConfig:
     accumulation: micro-batches a step. seed: of the run's random key.
     log_every, eval_every, save_every: steps between; None for the last two: at the end only.
     eval_steps: how many evaluation batches there are. save_total_limit: how many checkpoints stay (None: all).
-    resume: None, "newest", or a path. overwrite: an earlier run in output_dir is removed instead of refused.
+    resume: None, "newest", "if_any" (the newest, or the start where there is none), or a path.
+    overwrite: an earlier run in output_dir is removed instead of refused.
     report_to: "tensorboard" and "wandb", besides the terminal and metrics.jsonl.
     steps_per_epoch: for the logged epoch. debug_nans: stop at the first NaN with the operation's name (slow).
     ema_decay: of the average of the parameters, which then is evaluated, compared and saved; None keeps none.

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from distaff.core.errors import CheckpointError, UsageError
 from distaff.core.mesh import make_mesh
+from distaff.core.processes import Appointment, agreed
 from distaff.core.tree import Tree
 from distaff.train.best import Best
 from distaff.train.checkpoint import Checkpoints, complete_steps, read_trained, restore
@@ -210,6 +211,7 @@ def _drive(
             position=position_of(batches),
             identity=identity_of(batches),
             best=best,
+            appointment=Appointment() if jax.process_count() > 1 else None,
         )
         stack.callback(run.close)
         if jax.process_index() == 0:
@@ -243,10 +245,15 @@ def _kept(step: int, output: Path | None, source: tuple[Path, int | None] | None
 
 def _find_source(config: LoopConfig, output: Path | None) -> tuple[Path, int | None] | None:
     """Return the checkpoint to go on from, after making sure that the output folder may be used."""
-    source = None if config.resume is None else find_checkpoint(config.resume, output)
-    if output is not None:
-        prepare_output(output, resume=source is not None, overwrite=config.overwrite)
-    return source
+
+    def find() -> tuple[str, int | None] | None:
+        source = None if config.resume is None else find_checkpoint(config.resume, output)
+        if output is not None:
+            prepare_output(output, resume=source is not None, overwrite=config.overwrite)
+        return None if source is None else (str(source[0]), source[1])
+
+    found = agreed(find)
+    return None if found is None else (Path(found[0]), found[1])
 
 
 def _restored(

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from distaff.core.errors import CheckpointError, UsageError, listed
 from distaff.core.mesh import replicated
+from distaff.core.processes import agreed
 from distaff.train.checkpoint import complete_steps
 from distaff.train.metrics import NO_STEP, StepMetrics
 from distaff.train.prefetch import Batches, Identified, Positioned
@@ -21,16 +22,21 @@ logger = logging.getLogger("distaff.train")
 
 CHECKPOINTS = "checkpoints"
 LEFT_BEHIND = "checkpoints-left-behind"
+# `resume`: the newest checkpoint, where there is one. A scheduler can start one command again and again with it.
+IF_ANY = "if_any"
 
 
-def find_checkpoint(resume: str | Path, output_dir: Path | None) -> tuple[Path, int | None]:
+def find_checkpoint(resume: str | Path, output_dir: Path | None) -> tuple[Path, int | None] | None:
     """Return the folder of checkpoints that `resume` means, and the step (None: the newest that can be read).
 
-    resume: "newest" (of `output_dir`), an output folder, a folder of checkpoints, or one checkpoint in it.
+    resume: "newest" (of `output_dir`), an output folder, a folder of checkpoints, or one checkpoint in it; "if_any" is
+    "newest", and None is returned where there is none.
     """
-    if resume == "newest":
+    if resume == IF_ANY and output_dir is not None and not complete_steps(output_dir / CHECKPOINTS):
+        return None
+    if resume in ("newest", IF_ANY):
         if output_dir is None:
-            raise UsageError("resume='newest' needs an output_dir in which to look for checkpoints.")
+            raise UsageError(f"resume='{resume}' needs an output_dir in which to look for checkpoints.")
         if not complete_steps(output_dir / CHECKPOINTS):
             raise UsageError(f"{output_dir} holds no complete checkpoint to resume from: start without resuming.")
         return output_dir / CHECKPOINTS, None
@@ -50,11 +56,9 @@ def prepare_output(output_dir: Path, *, resume: bool, overwrite: bool) -> None:
     except OSError as error:
         raise UsageError(f"output_dir {output_dir} cannot be written: {error.strerror}.") from error
     if overwrite and not resume:
-        if jax.process_index() == 0:
-            for name in (CHECKPOINTS, LEFT_BEHIND, "runs"):
-                shutil.rmtree(output_dir / name, ignore_errors=True)
-            (output_dir / "metrics.jsonl").unlink(missing_ok=True)
-        _wait_for_all("overwritten")
+        for name in (CHECKPOINTS, LEFT_BEHIND, "runs"):
+            shutil.rmtree(output_dir / name, ignore_errors=True)
+        (output_dir / "metrics.jsonl").unlink(missing_ok=True)
     steps = complete_steps(output_dir / CHECKPOINTS)
     if steps and not resume:
         raise UsageError(
@@ -65,19 +69,20 @@ def prepare_output(output_dir: Path, *, resume: bool, overwrite: bool) -> None:
 
 def leave_behind(output_dir: Path, step: int) -> None:
     """Move checkpoints of steps after `step` aside: they are of another run now, or damaged."""
-    later = [found for found in complete_steps(output_dir / CHECKPOINTS) if found > step]
-    if not later:
-        return
     aside = output_dir / LEFT_BEHIND
-    if jax.process_index() == 0:
-        aside.mkdir(exist_ok=True)
+
+    def move() -> list[int]:
+        later = [found for found in complete_steps(output_dir / CHECKPOINTS) if found > step]
         for found in later:
+            aside.mkdir(exist_ok=True)
             shutil.rmtree(aside / str(found), ignore_errors=True)
             (output_dir / CHECKPOINTS / str(found)).rename(aside / str(found))
-    _wait_for_all("left-behind")
-    logger.warning(
-        "The run goes on from step %d: checkpoints of later steps (%s) are now in %s.", step, listed(later), aside
-    )
+        return later
+
+    if later := agreed(move):
+        logger.warning(
+            "The run goes on from step %d: checkpoints of later steps (%s) are now in %s.", step, listed(later), aside
+        )
 
 
 def window_to_json(window: StepMetrics | None) -> dict[str, Any] | None:
@@ -145,8 +150,3 @@ def warn_of_other_data(saved: dict[str, Any] | None, now: dict[str, Any] | None)
             "The run goes on with other data than it was begun with, so rows may come twice or never: %s.",
             "; ".join(changed),
         )
-
-
-def _wait_for_all(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"distaff-{name}")

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from distaff.core.errors import DataError, DistaffError
 from distaff.core.mesh import on
+from distaff.core.processes import Appointment
 from distaff.core.tree import Tree
 from distaff.train.best import Best
 from distaff.train.checkpoint import Checkpoints
@@ -59,6 +60,7 @@ class Run:
     position: of the batches after the latest step. saved_step: what the newest checkpoint holds.
     identity: what the batches are a function of besides the step, if they say it.
     best: the best evaluation so far, where evaluations are compared.
+    appointment: of several processes, to stop after the same step.
     in_flight: metrics of the steps the devices may still work on. watch: seconds of training since the last log.
     steps, rows, tokens: trained since then, in this process's life.
     """
@@ -76,6 +78,7 @@ class Run:
     position: dict[str, Any] | None
     identity: dict[str, Any] | None
     best: Best | None = None
+    appointment: Appointment | None = None
     terminal: Terminal | None = None
     sinks: list[Sink] = field(default_factory=list)
     metrics: Values = field(default_factory=dict)
@@ -91,6 +94,7 @@ class Run:
         """Run to the end, or until someone asks to stop."""
         config, first = self.config, self.step
         if self._patience_ended():
+            self._agree_on_signal()
             return
         prefetch = Prefetch(
             batches,
@@ -99,7 +103,7 @@ class Run:
             place=lambda batch: place_rows(batch, self.mesh, accumulation=config.accumulation),
             measure=partial(self._size, getattr(batches, "examples", None)),
             # Of several processes none may leave alone: they agree after a step.
-            waiting=lambda: bool(self.stop) and jax.process_count() == 1,
+            waiting=lambda: bool(self.stop) and self.appointment is None,
         )
         with prefetch:
             try:
@@ -121,6 +125,7 @@ class Run:
                             "The data failed. Step %d is saved: put the data right, then resume.", self.saved_step
                         )
                 raise
+        self._agree_on_signal()
         self._save_last(first)
         counts = ", ".join(f"{name} {count}" for name, count in self.compilations.items())
         self._say(f"{'stopped' if self.stop else 'done'} at step {self.step}; compilations: {counts}")
@@ -292,15 +297,16 @@ class Run:
         return rows, int(count(batch) if callable(count) else count or 0)
 
     def _stopping(self) -> bool:
-        """Tell whether to stop after this step; processes agree on it at their log steps."""
-        if jax.process_count() == 1:
+        """Tell whether to stop after this step."""
+        if self.appointment is None:
             return bool(self.stop)
-        if self.step % self.config.log_every:
-            return False
-        # The signal may have reached one process only: all leave for its number.
-        numbers = multihost_utils.process_allgather(np.int32(self.stop.number or 0))
-        self.stop.number = int(np.max(numbers)) or None
-        return bool(self.stop)
+        return self.appointment.reached(self.step, asked=bool(self.stop))
+
+    def _agree_on_signal(self) -> None:
+        """Leave, of several processes, for the number of the signal that reached one of them."""
+        if self.appointment is not None:
+            numbers = multihost_utils.process_allgather(np.int32(self.stop.number or 0))
+            self.stop.number = int(np.max(numbers)) or None
 
     def _say(self, text: str) -> None:
         if self.terminal is not None:
