@@ -1,0 +1,83 @@
+"""Attention by blocks equals attention that writes all scores out, forwards and backwards."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from distaff.nn.attend import attend
+from distaff.nn.blocks import attend_in_blocks
+from distaff.nn.mask import Sight
+
+BATCH, HEADS, WIDTH = 2, 3, 8
+
+
+def case(queries, keys, *, pairwise=False, ends=None, **fields):
+    """A sight and which queries see something; `ends` are (left, right) padding of the second row."""
+    padding = None
+    if ends is not None:
+        padding = np.ones((BATCH, 1, 1, keys), bool)
+        padding[1, ..., : ends[0]] = False
+        padding[1, ..., keys - ends[1] :] = False
+    if pairwise:
+        segments = np.sort(np.random.default_rng(1).integers(0, 3, (BATCH, keys)), axis=1)
+        padding = (segments[:, :, None] == segments[:, None])[:, None]
+    return queries, keys, Sight(padding if padding is None else jnp.asarray(padding), **fields)
+
+
+RELATIVE = {"relative": jnp.asarray(np.random.default_rng(2).normal(size=(HEADS, 74)), jnp.float32), "origin": 36}
+CASES = {
+    "all": case(37, 37),
+    "padded": case(37, 37, ends=(0, 9)),
+    "other lengths": case(19, 50, ends=(5, 20)),
+    "causal, left padding": case(37, 37, ends=(20, 0), causal=True),
+    "packed": case(37, 37, pairwise=True, causal=True),
+    "cache": case(5, 41, ends=(3, 0), causal=True, start=jnp.asarray(17)),
+    "window": case(37, 37, ends=(6, 0), causal=True, window=jnp.asarray(5)),
+    "wide window": case(37, 37, causal=True, window=jnp.asarray(20)),
+    "window and cache": case(6, 41, causal=True, start=jnp.asarray(17), window=jnp.asarray(9)),
+    "relative": case(37, 37, ends=(0, 4), **RELATIVE),
+    "causal, relative": case(37, 37, causal=True, **RELATIVE),
+}
+
+
+def arrays(queries, keys, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    shapes = [(BATCH, HEADS, length, WIDTH) for length in (queries, keys, keys, queries)]
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def sees(queries, keys, sight):
+    """Queries `[batch or 1, 1, queries, 1]` that see a key; what others get, nobody reads."""
+    bias = sight.replace(relative=None).bias(queries, keys)
+    return 1.0 if bias is None else (bias == 0).any(axis=-1, keepdims=True).astype(jnp.float32)
+
+
+def run(attend, queries, keys, sight, dtype=jnp.float32):
+    """Outputs where something is seen, and gradients of their sum weighed at random."""
+    query, key, value, weights = arrays(queries, keys, dtype)
+    weights = weights * sees(queries, keys, sight)
+
+    def total(query, key, value, relative):
+        out = attend(query, key, value, sight.replace(relative=relative)) * weights
+        return out.astype(jnp.float32).sum(), out
+
+    argnums = (0, 1, 2) if sight.relative is None else (0, 1, 2, 3)
+    (_, out), gradients = jax.value_and_grad(total, argnums, has_aux=True)(query, key, value, sight.relative)
+    return [out, *gradients]
+
+
+def eager(query, key, value, sight):
+    bias = sight.bias(query.shape[2], key.shape[2])
+    return attend(query, key, value, bias=bias, scale=1.0, dropout=lambda weights: weights)[0]
+
+
+def blocks(query, key, value, sight):
+    return attend_in_blocks(query, key, value, sight, block=8)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_change_nothing(name):
+    for found, expected in zip(run(blocks, *CASES[name]), run(eager, *CASES[name]), strict=True):
+        assert found.dtype == expected.dtype
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
