@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from distaff.nn.attend import attend
-from distaff.nn.blocks import attend_in_blocks
+from distaff.nn.attend import attend, attend_by_library
+from distaff.nn.blocks import _Plan, attend_in_blocks
 from distaff.nn.mask import Sight
 
 BATCH, HEADS, WIDTH = 2, 3, 8
@@ -76,8 +76,57 @@ def blocks(query, key, value, sight):
     return attend_in_blocks(query, key, value, sight, block=8)
 
 
+def compared(name, attend, reference, dtype=jnp.float32, tolerance=1e-5):
+    both = jax.jit(lambda: [run(each, *CASES[name], dtype) for each in (attend, reference)])()
+    for found, expected in zip(*both, strict=True):
+        assert found.dtype == expected.dtype
+        scale = max(1.0, float(jnp.abs(expected).max()))
+        np.testing.assert_allclose(
+            *(np.asarray(each, np.float32) for each in (found, expected)), atol=tolerance * scale
+        )
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_change_nothing(name):
-    for found, expected in zip(run(blocks, *CASES[name]), run(eager, *CASES[name]), strict=True):
-        assert found.dtype == expected.dtype
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    compared(name, blocks, eager)
+
+
+def test_bfloat16_is_close():
+    compared("causal, relative", blocks, eager, jnp.bfloat16, 3e-2)
+
+
+def test_statistics_are_float32():
+    """A sum of 2000 equal weights, which bfloat16 could not count."""
+    query, key, value = jnp.zeros((1, 1, 1, 2)), jnp.zeros((1, 1, 2000, 2)), jnp.ones((1, 1, 2000, 2))
+    found = attend_in_blocks(*(each.astype(jnp.bfloat16) for each in (query, key, value)), Sight(), block=64)
+    np.testing.assert_array_equal(found.astype(jnp.float32), np.ones((1, 1, 1, 2)))
+
+
+@pytest.mark.parametrize("name", ["causal, left padding", "relative", "all"])
+def test_the_library_changes_nothing(name):
+    def library(*arrays):
+        return attend_by_library(*arrays, implementation="xla", dropout_rate=0.0)
+
+    compared(name, library, eager)
+
+
+def test_dropout_is_that_of_the_drawn_factors():
+    """The same in the backward pass, another in each block, and of the rate that is asked for."""
+    rng, rate = jax.random.key(3), 0.25
+    plan = _Plan.of(37, 37, 8, rate)
+    shape = (BATCH, HEADS, plan.height, plan.width)
+    factors = [[plan.kept(rng, shape, row, column) for column in range(plan.columns)] for row in range(plan.rows)]
+    whole = jnp.concatenate([jnp.concatenate(row, axis=3) for row in factors], axis=2)[:, :, :37, :37]
+    assert not np.array_equal(factors[0][0], factors[0][1])
+    assert not np.array_equal(factors[0][1], factors[1][0])
+    assert abs(float((whole == 0).mean()) - rate) < 0.03
+    assert set(np.unique(whole)) == {0.0, np.float32(1 / 0.75)}
+
+    def dropped(query, key, value, sight):
+        return attend_in_blocks(query, key, value, sight, rng=rng, dropout_rate=rate, block=8)
+
+    def reference(query, key, value, sight):
+        bias = sight.bias(37, 37)
+        return attend(query, key, value, bias=bias, scale=1.0, dropout=lambda weights: weights * whole)[0]
+
+    compared("causal, relative", dropped, reference)

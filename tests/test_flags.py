@@ -168,6 +168,7 @@ SHARED = {
     "param_dtype": Case("bfloat16", "params"),
     "gradient_checkpointing": Case("", "program"),
     "scan_layers": Case("", "params"),
+    "attn_implementation": Case("blocks", "program"),
     "output_dir": Case("{fresh}", "files", also="--output_dir {unused}"),
     "overwrite_output_dir": Case("", "code", also="--output_dir {occupied}"),
     "resume_from_checkpoint": Case("", "code", also="--output_dir {occupied}"),

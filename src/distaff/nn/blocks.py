@@ -29,14 +29,14 @@ def attend_in_blocks(
     *,
     rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
-    block: int = BLOCK,
+    block: int | None = None,
 ) -> jax.Array:
     """Return `[batch, heads, queries, head_dim]` for scaled queries of that shape.
 
     `key` and `value` are `[batch, heads, keys, head_dim]`. Scores and the softmax are float32. With `rng`, weights are
     dropped out, drawn anew for each block. A query that sees nothing gets the mean of some values instead of all.
     """
-    plan = _Plan.of(query.shape[2], key.shape[2], block, dropout_rate if rng is not None else 0.0)
+    plan = _Plan.of(query.shape[2], key.shape[2], block or BLOCK, dropout_rate if rng is not None else 0.0)
     more_queries, more_keys = plan.rows * plan.height - plan.queries, plan.columns * plan.width - plan.keys
     padding, relative = sight.padding, sight.relative
     if padding is not None:
