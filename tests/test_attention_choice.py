@@ -108,7 +108,7 @@ def test_auto_chooses_by_length_and_device(monkeypatch):
         sight = Sight(causal=True, **sight)
         return attend.chosen("auto", heads(length, dtype), heads(length, dtype), sight, dropout_rate=rate)
 
-    assert [auto(length) for length in (8, 1024, 1025)] == ["eager", "eager", "blocks"]
+    assert [auto(length) for length in (8, 512, 513)] == ["eager", "eager", "blocks"]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert auto(64, jnp.bfloat16) == "eager"  # the library, where JAX does not take it
     monkeypatch.setattr(attend, "_has_cudnn", lambda: True)
