@@ -13,7 +13,7 @@ from jax import lax
 
 from distaff.nn.mask import Sight
 
-# Queries and keys of a block. On CPU those of 256 are as fast and those of 512 slower, and memory grows with their square.
+# Queries and keys of a block. On CPU 256 are as fast and 512 slower, and memory grows with the square.
 BLOCK = 128
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
