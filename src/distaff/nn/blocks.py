@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from distaff.nn.dropout import KEPT
 from distaff.nn.mask import Sight
 
 # Queries and keys of a block. On CPU 256 are as fast and 512 slower, and memory grows with the square.
@@ -151,7 +153,8 @@ def _forward(plan: _Plan, query, key, value, relative, sight: Sight, rng):
         total = jnp.maximum(total, _SMALLEST)
         return (out / total).astype(value.dtype), highest, total
 
-    out, highest, total = map(_joined, lax.map(attend_row, jnp.arange(plan.rows)))
+    rows = lax.map(attend_row, jnp.arange(plan.rows))
+    out, highest, total = (checkpoint_name(_joined(each), KEPT) for each in rows)
     return out, (query, key, value, relative, sight.replace(relative=None), rng, out, highest, total)  # type: ignore[attr-defined]
 
 
