@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from distaff.core.mesh import make_mesh
 from distaff.nn.attend import attend, attend_by_library
 from distaff.nn.blocks import _Plan, attend_in_blocks
 from distaff.nn.mask import Sight
@@ -89,6 +91,27 @@ def compared(name, attend, reference, dtype=jnp.float32, tolerance=1e-5):
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_change_nothing(name):
     compared(name, blocks, eager)
+
+
+def test_rows_and_heads_may_lie_on_several_devices():
+    """Each device computes its own, without a word to the others."""
+    mesh = make_mesh(data=2, tensor=4)
+    sharding = NamedSharding(mesh, PartitionSpec("data", "tensor"))
+    made = [jnp.concatenate([each, each[:, :1]], axis=1) for each in arrays(37, 37)[:3]]
+    alone = [jnp.asarray(each) for each in made]
+    padding = jax.device_put(CASES["causal, left padding"][2].padding, NamedSharding(mesh, PartitionSpec("data")))
+    rng = jax.random.key(0)
+
+    def total(query, key, value, padding):
+        out = attend_in_blocks(query, key, value, Sight(padding, causal=True), rng=rng, dropout_rate=0.1, block=8)
+        return (out**2).sum()
+
+    compiled = jax.jit(jax.grad(total, (0, 1, 2))).lower(*jax.device_put(made, sharding), padding).compile()
+    text = compiled.as_text()
+    assert not [name for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute") if name in text]
+    expected = jax.jit(jax.grad(total, (0, 1, 2)))(*alone, CASES["causal, left padding"][2].padding)
+    for one, other in zip(compiled(*jax.device_put(made, sharding), padding), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * float(jnp.abs(other).max()))
 
 
 def test_bfloat16_is_close():
