@@ -6,9 +6,12 @@ import pytest
 from transformers import BertConfig
 
 from distaff import FlaxBertForMaskedLM
+from distaff.cli import COMMANDS, parse
 from distaff.core.errors import UsageError
 from distaff.core.tree import flatten
 from distaff.nn.stack import remat_policy
+from distaff.tasks._flags import checkpointing
+from distaff.tasks.mlm import MlmFlags
 
 FIELDS = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 64}
 # A loop compiles each of its layers, a scan one.
@@ -48,6 +51,16 @@ def test_none_dots_and_full_are_the_same(scan):
     assert products["none"] < products["dots"] < products["full"]
     if scan:  # in a loop, XLA for CPU finds what is computed twice, and keeps it after all
         assert memory["full"] < memory["dots"] < memory["none"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [("", "none"), (" ", "full"), (" True", "full"), (" false", "none"), (" dots", "dots")]
+)
+def test_the_flag_takes_names_and_what_it_took_before(words, said):
+    """Alone, and as the booleans of the `recipe.yaml` of an earlier run."""
+    name = ("train", "mlm")
+    given = f"--gradient_checkpointing{words}".split() if words else []
+    assert checkpointing(parse(name, COMMANDS[name], MlmFlags, given)) == said
 
 
 def test_booleans_mean_full_and_none():
