@@ -1,5 +1,6 @@
 """GPT-Neo (Black et al. 2021, https://doi.org/10.5281/zenodo.5297715)."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -53,7 +54,7 @@ class GPTNeoLayer(TransformerLayer):
     def own_sight(self, shared: LayerInputs, number: jax.Array | int) -> Sight | None:
         """Return what the layer sees, with its window."""
         assert shared.sight is not None
-        return shared.sight.replace(window=jnp.asarray(self.windows, jnp.int32)[number])  # type: ignore[attr-defined]
+        return replace(shared.sight, window=jnp.asarray(self.windows, jnp.int32)[number])
 
 
 class GPTNeoModule(nn.Module):

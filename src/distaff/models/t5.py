@@ -1,6 +1,7 @@
 """T5 (Raffel et al. 2019, https://arxiv.org/abs/1910.10683) and mT5 (Xue et al. 2020)."""
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -167,7 +168,7 @@ class T5Stack(nn.Module):
         )
         length, start = embedded.shape[1], None if cache is None else cache.filled
         values = relative(length, length if cache is None else cache.slots, 0 if start is None else start)
-        sight = inputs.sight.replace(relative=values, origin=length - 1)  # type: ignore[attr-defined]
+        sight = replace(inputs.sight, relative=values, origin=length - 1)
         outputs = Stack(
             TransformerLayer,
             self.layer_fields(),

@@ -4,6 +4,7 @@ The softmax runs along with the blocks (Milakov and Gimelshein 2018, https://arx
 backward pass computes the scores of a block again (Dao et al. 2022, https://arxiv.org/abs/2205.14135).
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ def attend_in_blocks(
         padding = jnp.pad(padding, ends)
     if relative is not None:
         relative = jnp.pad(relative, ((0, 0), (more_queries, more_keys)))
-    rest = sight.replace(padding=padding, relative=None, origin=sight.origin + more_queries)  # type: ignore[attr-defined]
+    rest = replace(sight, padding=padding, relative=None, origin=sight.origin + more_queries)
     query = jnp.pad(query, ((0, 0), (0, 0), (0, more_queries), (0, 0)))
     key, value = (jnp.pad(each, ((0, 0), (0, 0), (0, more_keys), (0, 0))) for each in (key, value))
     return _attended(plan, query, key, value, relative, rest, rng)[:, :, : plan.queries]
@@ -126,7 +127,7 @@ def _attended(plan: _Plan, query, key, value, relative, sight: Sight, rng) -> ja
 
 
 def _forward(plan: _Plan, query, key, value, relative, sight: Sight, rng):
-    sight = sight.replace(relative=relative)  # type: ignore[attr-defined]
+    full = replace(sight, relative=relative)
     batch, heads, _, head_dim = value.shape
 
     def attend_row(row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -134,7 +135,7 @@ def _forward(plan: _Plan, query, key, value, relative, sight: Sight, rng):
 
         def add(column, before):
             highest, total, out = before
-            scores = plan.scores(queries, _block(key, column, plan.width), sight, row, column)
+            scores = plan.scores(queries, _block(key, column, plan.width), full, row, column)
             higher = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
             weights, shrink = jnp.exp(scores - higher), jnp.exp(highest - higher)
             total = total * shrink + weights.sum(axis=-1, keepdims=True)
@@ -155,12 +156,12 @@ def _forward(plan: _Plan, query, key, value, relative, sight: Sight, rng):
 
     rows = lax.map(attend_row, jnp.arange(plan.rows))
     out, highest, total = (checkpoint_name(_joined(each), KEPT) for each in rows)
-    return out, (query, key, value, relative, sight.replace(relative=None), rng, out, highest, total)  # type: ignore[attr-defined]
+    return out, (query, key, value, relative, sight, rng, out, highest, total)
 
 
 def _backward(plan: _Plan, saved, grad: jax.Array):
     query, key, value, relative, sight, rng, out, highest, total = saved
-    full = sight.replace(relative=relative)
+    full = replace(sight, relative=relative)
     # What all keys of a query have in common in the gradient of the softmax: the mean of the weights' own.
     mean = jnp.sum(grad.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
 
@@ -200,8 +201,9 @@ def _grad_relative(plan: _Plan, relative: jax.Array, sight: Sight, grad: jax.Arr
 
     def bias(relative: jax.Array) -> jax.Array:
         places = {"first_query": row * plan.height, "first_key": column * plan.width}
-        whole = sight.replace(relative=relative)  # type: ignore[attr-defined]
-        return jnp.broadcast_to(whole.bias(plan.height, plan.width, **places), grad.shape)
+        bias = replace(sight, relative=relative).bias(plan.height, plan.width, **places)
+        assert bias is not None
+        return jnp.broadcast_to(bias, grad.shape)
 
     return jax.vjp(bias, relative)[1](grad)[0]
 
