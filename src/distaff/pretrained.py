@@ -63,8 +63,7 @@ class FlaxPreTrainedModel:
         param_dtype: dtype in which parameters are kept.
         mesh: devices to place the parameters on, by the logical axes of their rows.
         _do_init: False keeps shapes only; parameters then come with each call.
-        module_fields: of the module, such as `gradient_checkpointing` ("none", "dots", "full"), `scan_layers` and
-            `attn_implementation` ("auto", "eager", "blocks", "xla", "cudnn").
+        module_fields: `gradient_checkpointing`, `scan_layers`, `attn_implementation`; see docs/parallelism.md.
     """
 
     config_class: ClassVar[Any] = None
