@@ -170,6 +170,7 @@ SHARED = {
     "scan_layers": Case("", "params"),
     "mesh": Case("data=8", "train"),
     "print_placement": Case("", "printed"),
+    "attn_implementation": Case("blocks", "program"),
     "output_dir": Case("{fresh}", "files", also="--output_dir {unused}"),
     "overwrite_output_dir": Case("", "code", also="--output_dir {occupied}"),
     "resume_from_checkpoint": Case("", "code", also="--output_dir {occupied}"),

@@ -13,6 +13,7 @@ from battery.seq2seq_usage import Seq2SeqBattery
 from distaff.core.errors import CheckpointError, DistaffError
 from distaff.core.tree import flatten, unflatten
 from distaff.models.t5 import RelativeBias, relative_buckets
+from distaff.nn.mask import Sight
 from distaff.nn.vocabulary import cross_entropy_sum
 from golden import cases as golden
 
@@ -165,4 +166,5 @@ def test_bias_is_a_lookup_for_each_pair(queries, keys, start):
     offsets = np.arange(keys)[None] - (start + np.arange(queries))[:, None]
     buckets = relative_buckets(jnp.asarray(offsets), bidirectional=False, num_buckets=8, max_distance=6)
     expected = params["params"]["table"]["embedding"][buckets].transpose(2, 0, 1)[None]
-    np.testing.assert_array_equal(bias.apply(params, queries, keys, start), expected)
+    sight = Sight(relative=bias.apply(params, queries, keys, start), origin=queries - 1)
+    np.testing.assert_array_equal(sight.bias(queries, keys), expected)

@@ -1,6 +1,7 @@
 """From a checkpoint's tensors to parameters: names matched, coverage checked, then row by row onto the devices."""
 
 import copy
+import dataclasses
 import json
 import logging
 import mmap
@@ -364,16 +365,18 @@ def refuse_misfits(params: Any, shape_tree: Tree, *, name: str) -> None:
 
 
 def configure(folder: Path, config, overrides: Mapping[str, Any], *, model_class) -> tuple[Any, dict[str, Any]]:
-    """Return a config of our own, changed by those overrides that it knows, and the rest of them."""
+    """Return a config of our own, changed by those overrides that it knows, and the rest: fields of the module."""
     for name, reason in REFUSED.items():
         if name in overrides:
             raise UsageError(f"{name} is not needed: {reason}.")
     if isinstance(config, str | os.PathLike):
         folder, config = resolve(config, weights=False), None
     config = copy.deepcopy(read_config(folder, model_class) if config is None else config)
+    # Old configs hold gradient_checkpointing, which means nothing there.
+    of_module = {field.name for field in dataclasses.fields(model_class.module_class)}
     fields = {}
     for name, value in overrides.items():
-        if hasattr(config, name):
+        if hasattr(config, name) and name not in of_module:
             setattr(config, name, value)
         else:
             fields[name] = value

@@ -67,7 +67,7 @@ class FlaxPreTrainedModel(Placed):
         mesh: devices to place the parameters on, by the logical axes of their rows, and to compute on. A vocabulary
             that does not divide is padded there; nobody sees it (`resize_token_embeddings`).
         _do_init: False keeps shapes only; parameters then come with each call.
-        module_fields: further fields of the module, such as `gradient_checkpointing` and `scan_layers`.
+        module_fields: `gradient_checkpointing`, `scan_layers`, `attn_implementation`; see docs/parallelism.md.
     """
 
     config_class: ClassVar[Any] = None

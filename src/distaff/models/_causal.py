@@ -17,18 +17,19 @@ from distaff.models._outputs import FlaxBaseModelOutputWithPast, FlaxCausalLMOut
 from distaff.nn.cache import Cache, advance, empty_cache
 from distaff.nn.heads import Decoder
 from distaff.nn.layer import LayerInputs
-from distaff.nn.mask import bias_of, causal_mask, padding_mask
+from distaff.nn.mask import Sight, padding_mask
 from distaff.nn.stack import StackOutputs
 from distaff.nn.vocabulary import Projection
 from distaff.resizing import vocab_rows
 from distaff.weights import Row, Tie, linear, prefixed
 
 
-def causal_bias(hidden: jax.Array, attention_mask: jax.Array | None, cache: Cache | None) -> jax.Array:
-    """Return the bias on scores `[batch or 1, 1, length, keys]`; `attention_mask` is `[batch, keys]`."""
-    padding = None if attention_mask is None else padding_mask(attention_mask)
-    mask = causal_mask(hidden, cache)
-    return bias_of(mask if padding is None else mask & padding, jnp.float32)
+def causal_sight(attention_mask: jax.Array | None, cache: Cache | None) -> Sight:
+    """Return what tokens behind those in the cache see: those up to their own, without padding.
+
+    `attention_mask` is `[batch, keys]`, or `[batch, queries, keys]` where queries differ.
+    """
+    return Sight(padding_mask(attention_mask), causal=True, start=None if cache is None else cache.filled)
 
 
 def next_positions(input_ids: jax.Array, cache: Cache | None) -> jax.Array:
@@ -40,7 +41,7 @@ def next_positions(input_ids: jax.Array, cache: Cache | None) -> jax.Array:
 def run_layers(
     stack: Callable[..., StackOutputs],
     hidden: jax.Array,
-    bias: jax.Array,
+    sight: Sight,
     cache: Cache | None,
     *,
     finish: Callable[[jax.Array], jax.Array],
@@ -48,10 +49,10 @@ def run_layers(
 ) -> FlaxBaseModelOutputWithPast:
     """Run embeddings `[batch, length, embed]` through `stack` behind the tokens in the cache.
 
-    bias: on the scores, `[..., batch or 1, 1, length, keys]`. finish: makes the last state of that of the last layer.
+    finish: makes the last state of that of the last layer.
     """
     start, layers = (None, None) if cache is None else (cache.filled, cache.layers)
-    outputs = stack(hidden, LayerInputs(bias, start=start), layers, **options)
+    outputs = stack(hidden, LayerInputs(sight, start=start), layers, **options)
     last, states = finish(outputs.last), outputs.hidden_states
     return FlaxBaseModelOutputWithPast(
         last,
@@ -67,8 +68,9 @@ class ForCausalLM(nn.Module):
     config: Any
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     scan_layers: bool = False
+    attn_implementation: str = "auto"
 
     # A family sets these; `table_path` leads from the base's parameters to its word embeddings.
     base_class: ClassVar[Any] = None
@@ -87,7 +89,7 @@ class ForCausalLM(nn.Module):
         **options: Any,
     ) -> FlaxCausalLMOutputWithPast:
         """Return logits `[batch, length, vocab]`; with `lazy_logits`, a `Projection` that computes them."""
-        flags = (self.dtype, self.param_dtype, self.gradient_checkpointing, self.scan_layers)
+        flags = (self.dtype, self.param_dtype, self.gradient_checkpointing, self.scan_layers, self.attn_implementation)
         base = self.base_class(self.config, *flags, name=self.base_name)
         outputs = base(input_ids, attention_mask, position_ids, past_key_values, **options)
         hidden = outputs.last_hidden_state

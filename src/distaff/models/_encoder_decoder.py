@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from distaff.core.errors import UsageError
+from distaff.models._causal import causal_sight
 from distaff.models._outputs import (
     FlaxBaseModelOutput,
     FlaxBaseModelOutputWithPastAndCrossAttentions,
@@ -17,7 +18,7 @@ from distaff.models._outputs import (
 from distaff.nn.cache import Cache, advance
 from distaff.nn.embed import embedding as embedding_table
 from distaff.nn.heads import Decoder
-from distaff.nn.mask import bias_of, causal_mask, combine, padding_mask
+from distaff.nn.mask import Sight, padding_mask
 from distaff.nn.vocabulary import Projection
 from distaff.resizing import vocab_rows
 
@@ -25,15 +26,15 @@ from distaff.resizing import vocab_rows
 class StackInputs(NamedTuple):
     """What the encoder or the decoder is given beside its embeddings.
 
-    mask: booleans `[batch or 1, 1, length or 1, keys]`, None where all is attended. position_ids: `[batch, length]`,
-    None for those that follow the tokens in the cache. source: the encoder's states `[batch, source length, embed]`,
-    and source_bias on the scores over them. cache: of the tokens before.
+    sight: what self-attention sees. position_ids: `[batch, length]`, None for those that follow the tokens in the
+    cache. source: the encoder's states `[batch, source length, embed]`, and source_sight what is seen of them. cache:
+    of the tokens before.
     """
 
-    mask: jax.Array | None = None
+    sight: Sight = Sight()
     position_ids: jax.Array | None = None
     source: jax.Array | None = None
-    source_bias: jax.Array | None = None
+    source_sight: Sight | None = None
     cache: Cache | None = None
 
 
@@ -43,17 +44,19 @@ class EncoderDecoder(nn.Module):
     config: Any
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     scan_layers: bool = False
+    attn_implementation: str = "auto"
 
-    # A family sets it: called as (config, is_decoder, dtype, param_dtype, gradient_checkpointing, scan_layers), it
-    # makes a module that maps (embeddings, StackInputs) to `StackOutputs`.
+    # A family sets it: called as (config, is_decoder, dtype, param_dtype, gradient_checkpointing, scan_layers,
+    # attn_implementation), it makes a module that maps (embeddings, StackInputs) to `StackOutputs`.
     stack_class: ClassVar[Any] = None
     has_decoder: ClassVar[bool] = True
 
     def setup(self):
         """Make the parts."""
         config, dtypes = self.config, (self.dtype, self.param_dtype)
+        flags = (self.gradient_checkpointing, self.scan_layers, self.attn_implementation)
         self.shared = embedding_table(
             vocab_rows(config),
             config.d_model,
@@ -62,9 +65,9 @@ class EncoderDecoder(nn.Module):
             param_dtype=self.param_dtype,
             entries="vocab",
         )
-        self.encoder = self.stack_class(config, False, *dtypes, self.gradient_checkpointing, self.scan_layers)
+        self.encoder = self.stack_class(config, False, *dtypes, *flags)
         if self.has_decoder:
-            self.decoder = self.stack_class(config, True, *dtypes, self.gradient_checkpointing, self.scan_layers)
+            self.decoder = self.stack_class(config, True, *dtypes, *flags)
 
     def embedding_range(self) -> float:
         """Return the standard deviation of random word embeddings."""
@@ -85,10 +88,9 @@ class EncoderDecoder(nn.Module):
         output_hidden_states: bool = False,
     ) -> FlaxBaseModelOutput:
         """Read `input_ids` `[batch, length]`; `attention_mask` is `[batch, length]` or `[batch, length, length]`."""
-        mask = None if attention_mask is None else padding_mask(attention_mask)
         outputs = self.encoder(
             self.embed(input_ids),
-            StackInputs(mask, position_ids),
+            StackInputs(Sight(padding_mask(attention_mask)), position_ids),
             deterministic=deterministic,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
@@ -116,16 +118,13 @@ class EncoderDecoder(nn.Module):
         cache = past_key_values
         if encoder_hidden_states is None and (cache is None or cache.layers[0].source is None):
             raise UsageError("The decoder has nothing to attend to: pass the encoder's states, or a cache of them.")
-        embedded = self.embed(decoder_input_ids)
-        padding = None if decoder_attention_mask is None else padding_mask(decoder_attention_mask)
-        source_mask = None if encoder_attention_mask is None else padding_mask(encoder_attention_mask)
         outputs = self.decoder(
-            embedded,
+            self.embed(decoder_input_ids),
             StackInputs(
-                combine(causal_mask(embedded, cache), padding),
+                causal_sight(decoder_attention_mask, cache),
                 decoder_position_ids,
                 encoder_hidden_states,
-                bias_of(source_mask, jnp.float32),
+                Sight(padding_mask(encoder_attention_mask)),
                 cache,
             ),
             deterministic=deterministic,
@@ -179,17 +178,17 @@ class HeadedEncoderDecoder(nn.Module):
     config: Any
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     scan_layers: bool = False
+    attn_implementation: str = "auto"
 
     base_class: ClassVar[Any] = None
     own_scope: ClassVar[bool] = False
 
     def setup(self):
         """Make the base and the head."""
-        self.model = self.base_class(
-            self.config, self.dtype, self.param_dtype, self.gradient_checkpointing, self.scan_layers
-        )
+        flags = (self.gradient_checkpointing, self.scan_layers, self.attn_implementation)
+        self.model = self.base_class(self.config, self.dtype, self.param_dtype, *flags)
         if self.own_scope:
             nn.share_scope(self, self.model)
         self.setup_head()

@@ -29,8 +29,9 @@ class HeadModule(nn.Module):
     config: Any
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     scan_layers: bool = False
+    attn_implementation: str = "auto"
 
     # A family sets these; the activation of its LM head is the config's unless named.
     base_class: ClassVar[Any] = None
@@ -47,6 +48,7 @@ class HeadModule(nn.Module):
             self.add_pooling_layer,
             self.gradient_checkpointing,
             self.scan_layers,
+            self.attn_implementation,
             name=self.base_name,
         )
 

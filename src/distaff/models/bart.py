@@ -20,7 +20,6 @@ from distaff.models._seq2seq import FlaxSeq2SeqModel
 from distaff.nn.dropout import Dropout
 from distaff.nn.embed import embedding as embedding_table
 from distaff.nn.layer import LayerInputs, TransformerLayer
-from distaff.nn.mask import bias_of
 from distaff.nn.norm import LayerNorm
 from distaff.nn.stack import Stack, StackOutputs
 from distaff.nn.vocabulary import Projection
@@ -68,8 +67,9 @@ class BartStack(nn.Module):
     is_decoder: bool
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     scan_layers: bool = False
+    attn_implementation: str = "auto"
 
     norm_order: ClassVar[Literal["pre", "post"]] = "post"
     final_norm: ClassVar[bool] = False
@@ -122,11 +122,12 @@ class BartStack(nn.Module):
             self.side("layers"),
             remat=self.gradient_checkpointing,
             scan=self.scan_layers,
+            attn_implementation=self.attn_implementation,
             layerdrop=self.side("layerdrop"),
             name="layers",
         )(
             hidden,
-            LayerInputs(bias_of(inputs.mask, jnp.float32), inputs.source, inputs.source_bias, start),
+            LayerInputs(inputs.sight, inputs.source, inputs.source_sight, start),
             None if cache is None else cache.layers,
             deterministic=deterministic,
             output_hidden_states=output_hidden_states,

@@ -17,7 +17,7 @@ from distaff.nn.dropout import Dropout
 from distaff.nn.embed import embedding as embedding_table
 from distaff.nn.heads import Pooler
 from distaff.nn.layer import LayerInputs, TransformerLayer
-from distaff.nn.mask import bias_of, causal_mask, combine, padding_mask
+from distaff.nn.mask import Sight, padding_mask
 from distaff.nn.norm import LayerNorm
 from distaff.nn.stack import Stack
 from distaff.resizing import vocab_rows
@@ -102,8 +102,9 @@ class BertModule(nn.Module):
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
     add_pooling_layer: bool = True
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     scan_layers: bool = False
+    attn_implementation: str = "auto"
 
     def default_positions(self, input_ids: jax.Array) -> jax.Array:
         """Return `[batch, length]`: 0, 1, 2, ..."""
@@ -135,11 +136,7 @@ class BertModule(nn.Module):
 
     def layer_inputs(self, hidden: jax.Array, attention_mask: jax.Array | None, *, deterministic: bool) -> Any:
         """Return what all layers share, for `hidden` `[batch, length, embed]`."""
-        mask = combine(
-            None if attention_mask is None else padding_mask(attention_mask),
-            causal_mask(hidden) if self.config.is_decoder else None,
-        )
-        return LayerInputs(bias_of(mask, jnp.float32))
+        return LayerInputs(Sight(padding_mask(attention_mask), causal=self.config.is_decoder))
 
     def layer_fields(self) -> dict[str, Any]:
         """Return the fields of a layer."""
@@ -190,6 +187,7 @@ class BertModule(nn.Module):
             config.num_hidden_layers,
             remat=self.gradient_checkpointing,
             scan=self.scan_layers,
+            attn_implementation=self.attn_implementation,
             name="encoder",
         )
         outputs = encoder(

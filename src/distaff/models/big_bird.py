@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from transformers import BigBirdConfig
 
-from distaff.core.errors import ConfigError, DataError
+from distaff.core.errors import ConfigError, DataError, UsageError
 from distaff.models import _encoder_heads as heads
 from distaff.models._block_sparse import Blocks, BlockWeights, attend_blocks, draw_blocks, least_sparse
 from distaff.models._encoder_heads import dense_classification_rows, new_linear
@@ -69,7 +69,7 @@ class BigBirdEmbeddings(BertEmbeddings):
 
 
 class BigBirdAttention(Attention):
-    """Attention that is block-sparse where it gets `Blocks` instead of a bias.
+    """Attention that is block-sparse where it gets `Blocks` instead of a sight.
 
     Random blocks are drawn from the step's key while training. In evaluation they are all the first one, as in
     PyTorch. Weights by blocks are not dropped out, as in PyTorch.
@@ -78,17 +78,22 @@ class BigBirdAttention(Attention):
     num_random_blocks: int = 0
 
     def attend(
-        self, query: jax.Array, used: KeyValue, bias: Any, *, scale: jax.Array | float, deterministic: bool
+        self, query: jax.Array, used: KeyValue, sight: Any, *, scale: jax.Array | float, deterministic: bool
     ) -> tuple[jax.Array, Any]:
         """Return `[batch, heads, queries, head_dim]` and the weights, as `BlockWeights` where sparse."""
-        if not isinstance(bias, Blocks):
-            return super().attend(query, used, bias, scale=scale, deterministic=deterministic)
+        if not isinstance(sight, Blocks):
+            return super().attend(query, used, sight, scale=scale, deterministic=deterministic)
+        if self.implementation not in ("auto", "eager"):
+            raise UsageError(
+                f"attn_implementation is '{self.implementation}', and the config's attention_type 'block_sparse': "
+                "leave the first out, or set attention_type='original_full'."
+            )
         drawn = None
         if not deterministic and self.num_random_blocks:
-            blocks, size = bias.real.shape[1:]
+            blocks, size = sight.real.shape[1:]
             fields = {"num_random": self.num_random_blocks, "num_heads": self.num_heads}
             drawn = draw_blocks(self.make_rng("dropout"), blocks, size, **fields)
-        return attend_blocks(query, used, bias.real, scale=scale, drawn=drawn, repeats=self.num_random_blocks)
+        return attend_blocks(query, used, sight.real, scale=scale, drawn=drawn, repeats=self.num_random_blocks)
 
 
 class BigBirdLayer(TransformerLayer):

@@ -8,7 +8,7 @@ from flax import linen as nn
 from transformers import GPT2Config
 
 from distaff.models import _causal as causal
-from distaff.models._causal import FlaxCausalModel, causal_bias, next_positions, run_layers
+from distaff.models._causal import FlaxCausalModel, causal_sight, next_positions, run_layers
 from distaff.models._family import check_activation, check_fields, check_heads
 from distaff.models._outputs import FlaxBaseModelOutputWithPast
 from distaff.nn.cache import Cache
@@ -66,8 +66,9 @@ class GPT2Module(nn.Module):
     config: Any
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     scan_layers: bool = False
+    attn_implementation: str = "auto"
 
     @nn.compact
     def __call__(
@@ -110,12 +111,18 @@ class GPT2Module(nn.Module):
             **dtypes,
         }
         stack = Stack(
-            GPT2Layer, layer_fields, config.n_layer, remat=self.gradient_checkpointing, scan=self.scan_layers, name="h"
+            GPT2Layer,
+            layer_fields,
+            config.n_layer,
+            remat=self.gradient_checkpointing,
+            scan=self.scan_layers,
+            attn_implementation=self.attn_implementation,
+            name="h",
         )
         return run_layers(
             stack,
             hidden,
-            causal_bias(hidden, attention_mask, cache),
+            causal_sight(attention_mask, cache),
             cache,
             finish=LayerNorm(eps=config.layer_norm_epsilon, **dtypes, name="ln_f"),
             deterministic=deterministic,

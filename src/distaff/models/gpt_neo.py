@@ -1,5 +1,6 @@
 """GPT-Neo (Black et al. 2021, https://doi.org/10.5281/zenodo.5297715)."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -9,14 +10,14 @@ from transformers import GPTNeoConfig
 
 from distaff.core.errors import ConfigError
 from distaff.models import _causal as causal
-from distaff.models._causal import FlaxCausalModel, causal_bias, next_positions, run_layers
+from distaff.models._causal import FlaxCausalModel, causal_sight, next_positions, run_layers
 from distaff.models._family import check_activation, check_fields, check_heads
 from distaff.models._outputs import FlaxBaseModelOutputWithPast
 from distaff.nn.cache import Cache
 from distaff.nn.dropout import Dropout
 from distaff.nn.embed import embedding as embedding_table
 from distaff.nn.layer import LayerInputs, TransformerLayer
-from distaff.nn.mask import bias_of, causal_mask
+from distaff.nn.mask import UNBOUNDED, Sight
 from distaff.nn.norm import LayerNorm
 from distaff.nn.stack import Stack
 from distaff.resizing import vocab_rows
@@ -45,28 +46,15 @@ def inner_size(config) -> int:
 # The model.
 
 
-def global_and_local_bias(
-    hidden: jax.Array, attention_mask: jax.Array | None, cache: Cache | None, window: int
-) -> jax.Array:
-    """Return the biases of global and of local layers, `[2, batch or 1, 1, length, keys]`.
-
-    A local layer sees the last `window` keys, the query's own among them. Two lowest numbers add up to -inf where a
-    key is both out of sight and padded: a query that sees padding alone attends to what is in sight of it, as in
-    PyTorch, and its own key always is.
-    """
-    sight = jnp.stack([causal_mask(hidden, cache), causal_mask(hidden, cache, window=window)])
-    return bias_of(sight, jnp.float32) + causal_bias(hidden, attention_mask, cache)[None]
-
-
 class GPTNeoLayer(TransformerLayer):
-    """A pre-norm layer that is global or local; `local` says for each number which."""
+    """A pre-norm layer that sees all keys up to the query, or the last few: `windows` says how many for each number."""
 
-    local: tuple[bool, ...] = ()
+    windows: tuple[int, ...] = ()
 
-    def attention_bias(self, shared: LayerInputs, number: jax.Array | int) -> jax.Array | None:
-        """Return the bias of the layer's kind out of the two in `shared`."""
-        assert shared.bias is not None
-        return shared.bias[jnp.asarray(self.local, jnp.int32)[number]]
+    def own_sight(self, shared: LayerInputs, number: jax.Array | int) -> Sight | None:
+        """Return what the layer sees, with its window."""
+        assert shared.sight is not None
+        return replace(shared.sight, window=jnp.asarray(self.windows, jnp.int32)[number])
 
 
 class GPTNeoModule(nn.Module):
@@ -75,8 +63,9 @@ class GPTNeoModule(nn.Module):
     config: Any
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     scan_layers: bool = False
+    attn_implementation: str = "auto"
 
     @nn.compact
     def __call__(
@@ -111,15 +100,22 @@ class GPTNeoModule(nn.Module):
             "initializer_range": config.initializer_range,
             # Scores are not scaled: the initialisation of Mesh TensorFlow, where GPT-Neo was trained, did it once.
             "attention_fields": {"use_bias": False, "scale": 1.0, "float32_scores": True},
-            "local": tuple(kind == "local" for kind in config.attention_layers),
+            "windows": tuple(config.window_size if kind == "local" else UNBOUNDED for kind in config.attention_layers),
             **dtypes,
         }
-        bias = global_and_local_bias(hidden, attention_mask, cache, config.window_size)
-        flags = (self.gradient_checkpointing, self.scan_layers)
+        stack = Stack(
+            GPTNeoLayer,
+            layer_fields,
+            config.num_layers,
+            remat=self.gradient_checkpointing,
+            scan=self.scan_layers,
+            attn_implementation=self.attn_implementation,
+            name="h",
+        )
         return run_layers(
-            Stack(GPTNeoLayer, layer_fields, config.num_layers, *flags, name="h"),
+            stack,
             hidden,
-            bias,
+            causal_sight(attention_mask, cache),
             cache,
             finish=LayerNorm(eps=config.layer_norm_epsilon, **dtypes, name="ln_f"),
             deterministic=deterministic,

@@ -10,13 +10,13 @@ from jax import lax
 from transformers import OPTConfig
 
 from distaff.models import _causal as causal
-from distaff.models._causal import FlaxCausalModel, causal_bias, next_positions, run_layers
+from distaff.models._causal import FlaxCausalModel, causal_sight, next_positions, run_layers
 from distaff.models._family import check_activation, check_fields, check_heads
 from distaff.models._outputs import FlaxBaseModelOutputWithPast
 from distaff.nn.cache import Cache
 from distaff.nn.embed import embedding as embedding_table
 from distaff.nn.layer import TransformerLayer
-from distaff.nn.mask import causal_mask, padding_mask
+from distaff.nn.mask import causal_mask
 from distaff.nn.norm import LayerNorm
 from distaff.nn.stack import Stack
 from distaff.resizing import vocab_rows
@@ -66,7 +66,7 @@ def positions_of(input_ids: jax.Array, attention_mask: jax.Array | None, cache: 
     if attention_mask is None:
         return next_positions(input_ids, cache)
     if attention_mask.ndim == 3:
-        seen = padding_mask(attention_mask) & causal_mask(input_ids, cache)  # [batch, 1, length, keys]
+        seen = attention_mask[:, None].astype(bool) & causal_mask(input_ids, cache)  # [batch, 1, length, keys]
         return jnp.sum(seen[:, 0], axis=-1, dtype=jnp.int32) - 1
     real = attention_mask.astype(bool).astype(jnp.int32)
     positions = jnp.cumsum(real, axis=1) * real - 1  # [batch, keys]
@@ -81,8 +81,9 @@ class OPTModule(nn.Module):
     config: Any
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     scan_layers: bool = False
+    attn_implementation: str = "auto"
 
     @nn.compact
     def __call__(
@@ -104,7 +105,7 @@ class OPTModule(nn.Module):
         return run_layers(
             self.stack(),
             hidden,
-            causal_bias(hidden, attention_mask, cache),
+            causal_sight(attention_mask, cache),
             cache,
             finish=self.finish,
             deterministic=deterministic,
@@ -164,6 +165,7 @@ class OPTModule(nn.Module):
             remat=self.gradient_checkpointing,
             scan=self.scan_layers,
             layerdrop=config.layerdrop,
+            attn_implementation=self.attn_implementation,
             name="layers",
         )
 

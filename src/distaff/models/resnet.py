@@ -19,6 +19,7 @@ from distaff.models._outputs import (
 from distaff.models._vision import FlaxVisionModel, check_pixels, check_positive
 from distaff.nn.act import ACTIVATIONS
 from distaff.nn.norm import BatchNorm
+from distaff.nn.stack import checkpointed
 from distaff.weights import Row, batch_norm, conv, in_collections, linear, prefixed
 
 # What the config means.
@@ -158,14 +159,14 @@ class ResNetStage(nn.Module):
 
     layers: tuple[Layer, ...]
     activation: str
-    remat: bool
+    remat: bool | str
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, hidden: jax.Array, row_mask: jax.Array | None, deterministic: bool) -> jax.Array:
         """Map `[batch, height, width, channels]`."""
-        body = nn.remat(ResNetLayer, static_argnums=(3,)) if self.remat else ResNetLayer
+        body = checkpointed(ResNetLayer, self.remat, static_argnums=(3,))
         for index, layer in enumerate(self.layers):
             block = body(layer, self.activation, self.dtype, self.param_dtype, name=str(index))
             hidden = block(hidden, row_mask, deterministic)
@@ -178,7 +179,7 @@ class ResNetModule(nn.Module):
     config: Any
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
 
     @nn.compact
     def __call__(
@@ -220,7 +221,7 @@ class ResNetForImageClassificationModule(nn.Module):
     config: Any
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
 
     @nn.compact
     def __call__(

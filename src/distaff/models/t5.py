@@ -1,6 +1,7 @@
 """T5 (Raffel et al. 2019, https://arxiv.org/abs/1910.10683) and mT5 (Xue et al. 2020)."""
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -82,8 +83,11 @@ class RelativeBias(nn.Module):
 
     @nn.compact
     def __call__(self, queries: int, keys: int, start: jax.Array | int) -> jax.Array:
-        """Return float32 `[1, heads, queries, keys]` for queries at positions from `start` on and keys from 0 on."""
-        # One number for each of the offsets that occur, and one more, which makes the skew below a reshape.
+        """Return float32 `[heads, queries + keys]`: what `Sight.relative` is, with its origin at `queries - 1`.
+
+        Queries stand at positions from `start` on and keys from 0 on.
+        """
+        # One number for each of the offsets that occur, and one more, with which a bias is made by a reshape.
         offsets = jnp.arange(queries + keys) - (queries - 1) - start
         sizes = {"num_buckets": self.num_buckets, "max_distance": self.max_distance}
         buckets = relative_buckets(offsets, bidirectional=self.bidirectional, **sizes)
@@ -95,13 +99,7 @@ class RelativeBias(nn.Module):
             param_dtype=self.param_dtype,
             name="table",
         )
-        values = table(buckets).T  # [heads, queries + keys]
-        # Each row is the one above moved by one place: repeated rows of n + 1 numbers, cut into rows of n. Slices have
-        # cheap gradients; those of a lookup for each pair would be scattered.
-        heads, width = values.shape
-        rows = jnp.broadcast_to(values[:, None], (heads, queries, width)).reshape(heads, queries * width)
-        skewed = rows[:, : queries * (width - 1)].reshape(heads, queries, width - 1)
-        return skewed[None, :, :, queries - 1 : queries - 1 + keys]
+        return table(buckets).T
 
 
 # The model.
@@ -114,8 +112,9 @@ class T5Stack(nn.Module):
     is_decoder: bool
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     scan_layers: bool = False
+    attn_implementation: str = "auto"
 
     @property
     def initializer_range(self) -> float:
@@ -168,19 +167,19 @@ class T5Stack(nn.Module):
             name="relative_attention_bias",
         )
         length, start = embedded.shape[1], None if cache is None else cache.filled
-        bias = relative(length, length if cache is None else cache.slots, 0 if start is None else start)
-        if inputs.mask is not None:
-            bias = jnp.where(inputs.mask, bias, jnp.finfo(bias.dtype).min)  # [batch, heads, queries, keys]
+        values = relative(length, length if cache is None else cache.slots, 0 if start is None else start)
+        sight = replace(inputs.sight, relative=values, origin=length - 1)
         outputs = Stack(
             TransformerLayer,
             self.layer_fields(),
             config.num_decoder_layers if self.is_decoder else config.num_layers,
             remat=self.gradient_checkpointing,
             scan=self.scan_layers,
+            attn_implementation=self.attn_implementation,
             name="block",
         )(
             dropout(embedded),
-            LayerInputs(bias, inputs.source, inputs.source_bias, start),
+            LayerInputs(sight, inputs.source, inputs.source_sight, start),
             None if cache is None else cache.layers,
             deterministic=deterministic,
             output_hidden_states=output_hidden_states,

@@ -99,8 +99,9 @@ class ViTModule(nn.Module):
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
     add_pooling_layer: bool = True
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     scan_layers: bool = False
+    attn_implementation: str = "auto"
 
     def layer_fields(self) -> dict[str, Any]:
         """Return the fields of a layer."""
@@ -142,6 +143,7 @@ class ViTModule(nn.Module):
             config.num_hidden_layers,
             remat=self.gradient_checkpointing,
             scan=self.scan_layers,
+            attn_implementation=self.attn_implementation,
             name="encoder",
         )
         outputs = encoder(
@@ -169,8 +171,9 @@ class ViTForImageClassificationModule(nn.Module):
     config: Any
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     scan_layers: bool = False
+    attn_implementation: str = "auto"
 
     add_pooling_layer: ClassVar[bool] = False
 
@@ -184,6 +187,7 @@ class ViTForImageClassificationModule(nn.Module):
             self.add_pooling_layer,
             self.gradient_checkpointing,
             self.scan_layers,
+            self.attn_implementation,
             name="vit",
         )
         outputs = base(pixel_values, **options)

@@ -7,17 +7,22 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from distaff.core.mesh import constrain
-from distaff.nn.attend import attend
+from distaff.nn.attend import attend, attend_by_library, chosen
+from distaff.nn.blocks import attend_in_blocks
 from distaff.nn.cache import KeyValue
 from distaff.nn.dense import FusedDense, dense
 from distaff.nn.dropout import Dropout
+from distaff.nn.mask import Sight
 
 
 class Attended(NamedTuple):
-    """`hidden` `[batch, queries, embed]`, `weights` `[batch, heads, queries, keys]`, and the keys and values used."""
+    """`hidden` `[batch, queries, embed]`, `weights` `[batch, heads, queries, keys]`, and the keys and values used.
+
+    Only the implementation "eager" has weights.
+    """
 
     hidden: jax.Array
-    weights: jax.Array
+    weights: jax.Array | None
     used: KeyValue
 
 
@@ -27,7 +32,7 @@ class Attention(nn.Module):
     head_dim: width of a head, by default `embed / num_heads`. scale: factor on the scores, by default
     `head_dim ** -0.5`. use_bias: of the projections of queries, keys and values; out_bias: of that back to `embed`.
     fused: one projection "qkv", with an axis of three, instead of "query", "key" and "value". float32_scores: see
-    `attend`.
+    `attend`; other implementations have float32 scores anyway. implementation: one of `IMPLEMENTATIONS`.
     """
 
     num_heads: int
@@ -39,29 +44,38 @@ class Attention(nn.Module):
     out_bias: bool = True
     fused: bool = False
     float32_scores: bool = False
+    implementation: str = "auto"
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
 
     def attend(
-        self, query: jax.Array, used: KeyValue, bias: Any, *, scale: jax.Array | float, deterministic: bool
+        self, query: jax.Array, used: KeyValue, sight: Any, *, scale: jax.Array | float, deterministic: bool
     ) -> tuple[jax.Array, Any]:
-        """Return `[batch, heads, queries, head_dim]` and the weights; a family may attend otherwise."""
-        dropout = Dropout(self.dropout_rate, deterministic=deterministic)
-        return attend(
-            query,
-            used.key,
-            used.value,
-            bias=bias,
-            scale=scale,
-            dropout=dropout,
-            float32_scores=self.float32_scores,
-        )
+        """Return `[batch, heads, queries, head_dim]` and the weights if there are; a family may attend otherwise."""
+        rate = 0.0 if deterministic else self.dropout_rate
+        way = chosen(self.implementation, query, used.key, sight, dropout_rate=rate)
+        if way == "eager":
+            return attend(
+                query,
+                used.key,
+                used.value,
+                bias=sight.bias(query.shape[2], used.key.shape[2]),
+                scale=scale,
+                dropout=Dropout(self.dropout_rate, deterministic=deterministic),
+                float32_scores=self.float32_scores,
+            )
+        key, value = (each.astype(query.dtype) for each in used)  # a cache may have another dtype
+        query = (query * scale).astype(query.dtype)
+        if way == "blocks":
+            rng = self.make_rng("dropout") if rate else None
+            return attend_in_blocks(query, key, value, sight, rng=rng, dropout_rate=rate), None
+        return attend_by_library(query, key, value, sight, implementation=way, dropout_rate=rate), None
 
     @nn.compact
     def __call__(
         self,
         hidden: jax.Array,
-        bias: jax.Array | None = None,
+        sight: Any = None,
         *,
         deterministic: bool,
         source: jax.Array | None = None,
@@ -71,6 +85,7 @@ class Attention(nn.Module):
     ) -> Attended:
         """Attend with `hidden` `[batch, queries, embed]`.
 
+        `sight` is a `Sight`, by default one of all keys, or what a family's own `attend` takes.
         Keys and values come from `source` `[batch, keys, embed]`, by default from `hidden`. With `kept` and `start`
         they are first written into the cache's slots from `start` on, and all slots are attended to; with `kept`
         alone, those are the keys and values. `scale` of a call replaces that of the module.
@@ -108,6 +123,7 @@ class Attention(nn.Module):
         if kept is not None and start is not None:
             used = kept.write(used, start)
         scale = scale if scale is not None else self.scale if self.scale is not None else head_dim**-0.5
-        context, weights = self.attend(query, used, bias, scale=scale, deterministic=deterministic)
+        sight = Sight() if sight is None else sight
+        context, weights = self.attend(query, used, sight, scale=scale, deterministic=deterministic)
         context = context.swapaxes(1, 2).reshape(*hidden.shape[:-1], width)
         return Attended(project(context, "out", embed, self.out_bias), weights, used)

@@ -3,6 +3,10 @@
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+
+# The name of what is dear to compute again, for a policy of `jax.checkpoint` that keeps it.
+KEPT = "kept"
 
 
 class Dropout(nn.Module):
@@ -26,4 +30,4 @@ class Dropout(nn.Module):
         kept = jax.random.bernoulli(self.make_rng("dropout"), keep, values.shape)
         # XLA computes cheap operations again wherever they are read, from the random bits; a root it computes once.
         factor = jnp.sqrt(jnp.where(kept, jnp.float32(keep**-2), jnp.float32(0.0)))
-        return values * factor.astype(values.dtype)
+        return values * checkpoint_name(factor, KEPT).astype(values.dtype)

@@ -11,6 +11,7 @@ from distaff.core.mesh import constrain
 from distaff.nn.attention import Attention
 from distaff.nn.cache import LayerCache
 from distaff.nn.dropout import Dropout
+from distaff.nn.mask import Sight
 from distaff.nn.mlp import MLP
 from distaff.nn.norm import Norm, norm_of
 
@@ -18,13 +19,13 @@ from distaff.nn.norm import Norm, norm_of
 class LayerInputs(NamedTuple):
     """What all layers of a stack share.
 
-    bias: on the scores of self-attention. source: the encoder's states `[batch, source length, embed]`. source_bias:
-    on the scores over them. start: the first free slot of the cache, a scalar.
+    sight: what self-attention sees, all by default. source: the encoder's states `[batch, source length, embed]`.
+    source_sight: what is seen of them. start: the first free slot of the cache, a scalar.
     """
 
-    bias: jax.Array | None = None
+    sight: Sight | None = None
     source: jax.Array | None = None
-    source_bias: jax.Array | None = None
+    source_sight: Sight | None = None
     start: jax.Array | None = None
 
 
@@ -47,7 +48,7 @@ class TransformerLayer(nn.Module):
     """Attention and feed-forward, each with dropout, a residual and a norm after ("post") or before it ("pre").
 
     With `cross_attention` the layer attends to the encoder's states between the two. `attention_fields` and
-    `mlp_fields` are further fields of `Attention` and `MLP`.
+    `mlp_fields` are further fields of `Attention` and `MLP`, `attn_implementation` how all attend (`nn/attend.py`).
     """
 
     attention_class: ClassVar[type[Attention]] = Attention
@@ -64,6 +65,7 @@ class TransformerLayer(nn.Module):
     cross_attention: bool = False
     attention_fields: Mapping[str, Any] | None = None
     mlp_fields: Mapping[str, Any] | None = None
+    attn_implementation: str = "auto"
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
 
@@ -71,9 +73,9 @@ class TransformerLayer(nn.Module):
         """Return the factor on the scores of layer `number`, None for the usual one; a family may say otherwise."""
         return None
 
-    def attention_bias(self, shared: LayerInputs, number: jax.Array | int) -> jax.Array | None:
-        """Return the bias on the scores of layer `number`, the one of all layers; a family may say otherwise."""
-        return shared.bias
+    def own_sight(self, shared: LayerInputs, number: jax.Array | int) -> Sight | None:
+        """Return what self-attention of layer `number` sees, the same in all layers; a family may say otherwise."""
+        return shared.sight
 
     @nn.compact
     def __call__(
@@ -95,12 +97,13 @@ class TransformerLayer(nn.Module):
 
         def attention(name: str) -> Attention:
             fields = {"dropout_rate": self.attention_dropout_rate, **dtypes, **(self.attention_fields or {})}
+            fields["implementation"] = self.attn_implementation
             return self.attention_class(self.num_heads, initializer_range=self.initializer_range, name=name, **fields)
 
         own_norm = norm("attention_norm")
         attended = attention("attention")(
             enter(own_norm),
-            self.attention_bias(shared, own.number),
+            self.own_sight(shared, own.number),
             deterministic=deterministic,
             kept=own.cache.own if own.cache else None,
             start=shared.start,
@@ -112,7 +115,7 @@ class TransformerLayer(nn.Module):
             source_norm = norm("cross_attention_norm")
             source_attended = attention("cross_attention")(
                 enter(source_norm),
-                shared.source_bias,
+                shared.source_sight,
                 deterministic=deterministic,
                 source=shared.source,
                 kept=own.cache.source if own.cache else None,

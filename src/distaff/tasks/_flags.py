@@ -49,8 +49,12 @@ class ModelFlags:
     cache_dir: str | None = flag(None, "Where converted and tokenised data is kept.")
     dtype: str = flag("float32", "dtype of the computation: float32, bfloat16 or float16.")
     param_dtype: str = flag("float32", "dtype in which parameters are kept.")
-    gradient_checkpointing: bool = flag(
-        False, "Compute activations again in the backward pass instead of keeping them."
+    gradient_checkpointing: str = flag(
+        "none",
+        "What a layer computes again in the backward pass instead of keeping it: none, dots (all but the products with "
+        "weights) or full, which is what the flag without a value means.",
+        nargs="?",
+        const="full",
     )
     scan_layers: bool = flag(False, "Compile one layer instead of all: faster to compile for deep models.")
     mesh: str | None = flag(
@@ -58,6 +62,11 @@ class ModelFlags:
         "How devices share the work: data=2,fsdp=2,tensor=2, where -1 is the rest; by default all split the data.",
     )
     print_placement: bool = flag(False, "Print how each parameter lies on the mesh.")
+    attn_implementation: str = flag(
+        "auto",
+        "How to attend: eager writes all scores out, blocks needs memory in proportion to the length, xla and cudnn "
+        "are JAX's own, and auto chooses by length and device.",
+    )
 
 
 @dataclass(kw_only=True)
@@ -240,6 +249,12 @@ def reporters(names: list[str]) -> tuple[str, ...]:
     if "none" in asked:
         return ()
     return installed_reporters() if "all" in asked else tuple(asked)
+
+
+def checkpointing(flags: ModelFlags) -> str:
+    """Return what `--gradient_checkpointing` says; recipes from before it had names hold a boolean."""
+    said = flags.gradient_checkpointing
+    return {"true": "full", "false": "none"}.get(said.lower(), said)
 
 
 def check_dtypes(flags: ModelFlags) -> None:

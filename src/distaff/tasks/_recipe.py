@@ -20,7 +20,7 @@ from distaff.hub import open_tokenizer, push_folder, resolve, write_card
 from distaff.models import FAMILIES
 from distaff.pretrained import FlaxPreTrainedModel
 from distaff.tasks import _folder
-from distaff.tasks._flags import SECRET_FLAGS, ModelFlags, TrainingFlags
+from distaff.tasks._flags import SECRET_FLAGS, ModelFlags, TrainingFlags, checkpointing
 from distaff.tasks._overrides import override
 from distaff.tasks.tokenizer import save_tokenizer
 from distaff.train import FitResult
@@ -117,10 +117,12 @@ def load_model(
         "param_dtype": flags.param_dtype,
         "seed": seed,
         "mesh": mesh_of(flags),
-        "gradient_checkpointing": flags.gradient_checkpointing,
+        "gradient_checkpointing": checkpointing(flags),
     }
     if flags.scan_layers:
         settings["scan_layers"] = True  # not every model has it
+    if flags.attn_implementation != "auto":
+        settings["attn_implementation"] = flags.attn_implementation  # nor this
     if flags.model_name_or_path is None:
         return auto_class.from_config(config, **settings)
     return auto_class.from_pretrained(
