@@ -245,6 +245,7 @@ TUNED = {
     "early_stopping_threshold": Case("0.5", "loop", also="--early_stopping_patience 3"),
 }
 TUNED_TEXTS = {
+    "group_by_length": Case("False", "train"),
     **TUNED,
     **LENGTH,
     "test_file": Case("{other}", "generated", also=PREDICTING),

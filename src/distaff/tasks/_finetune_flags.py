@@ -75,6 +75,7 @@ class FinetuneTextFlags(FinetuneFlags):
     validation_split_percentage: int = flag(5, "Percent of the training rows to evaluate on if there are no others.")
     max_seq_length: int | None = flag(None, "Tokens a row at most, by default what the model allows, at most 512.")
     pad_to_max_length: bool = flag(False, "Pad every row to --max_seq_length, not to the nearest of a few lengths.")
+    group_by_length: bool = flag(True, "Put rows of similar lengths together, so that short ones are padded little.")
     overwrite_cache: bool = flag(False, "Tokenise again although it is cached.")
 
     def check(self) -> None:

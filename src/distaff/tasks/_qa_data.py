@@ -132,7 +132,7 @@ class Windows:
         return windows
 
     def batches(self, windows: Any, rows: int, *, shuffle: bool) -> Batches:
-        """Return batches of `windows`, each padded to the nearest of a few lengths."""
+        """Return batches of `windows` of similar lengths, each padded to the nearest of a few."""
         longest = -(-int(row_lengths(windows).max()) // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
         return Batches(
             windows,
@@ -142,6 +142,7 @@ class Windows:
             shuffle=shuffle,
             max_length=self.length if self.flags.pad_to_max_length else min(self.length, longest),
             pad_to_max_length=self.flags.pad_to_max_length,
+            group_by_length=self.flags.group_by_length,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )

@@ -88,7 +88,6 @@ class GlueFlags(FinetuneTextFlags):
     label_column_name: str | None = flag(None, "Column of the labels, by default 'label'.")
     skip_blank_rows: bool = flag(False, "Leave out rows without text or label, instead of refusing them.")
     problem_type: str | None = flag(None, f"{CLASSIFICATION} or {REGRESSION}, by default as the labels look.")
-    group_by_length: bool = flag(True, "Put rows of similar lengths together, so that short ones are padded little.")
     pack_texts: bool = flag(False, "Train on rows that hold several texts, each attending to itself alone.")
     class_weights: list[str] = flag(
         [], "Weights of the classes in the loss, in the order of their ids, or 'balanced'.", nargs="+"

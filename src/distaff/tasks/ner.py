@@ -323,6 +323,7 @@ def make_batches(
         shuffle=train,
         max_length=limit if flags.pad_to_max_length else min(limit, needed),
         pad_to_max_length=flags.pad_to_max_length,
+        group_by_length=flags.group_by_length,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
     )
