@@ -167,8 +167,7 @@ def _fit(
         **(masks if carried is None else {name: mask["params"] for name, mask in masks.items()}),
     )
     first = next(iter(tuning.evaluations.values()), None)
-    if flags.print_placement:
-        _placement.show(tuning.model, tx, mesh)
+    _placement.show(flags, tuning.model, tx, mesh)
     return fit(
         tuning.loss_fn if trained is None else partial(_without_frozen, tuning.loss_fn, trained),
         params=params,

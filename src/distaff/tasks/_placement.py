@@ -11,13 +11,16 @@ from jax.sharding import Mesh
 from distaff.core.mesh import RULES, divides
 from distaff.core.tree import flatten
 from distaff.pretrained import FlaxPreTrainedModel
+from distaff.tasks._flags import ModelFlags
 from distaff.train.state import opt_state_shardings
 
 _HEADER = ("parameter", "of them", "shape", "split over", "MB a device", "")
 
 
-def show(model: Any, tx: optax.GradientTransformation, mesh: Mesh) -> None:
-    """Print a line for each parameter, equal ones of several layers together, and what a device holds of all."""
+def show(flags: ModelFlags, model: Any, tx: optax.GradientTransformation, mesh: Mesh) -> None:
+    """With --print_placement, print a line a parameter, those of layers together, and what a device holds of all."""
+    if not flags.print_placement:
+        return
     table: list[tuple[str, ...]] = [_HEADER]
     for name, part in getattr(model, "models", {"": model}).items():
         table += _lines(part, mesh, f"{name}/" if name else "")

@@ -100,15 +100,10 @@ def train(flags: Seq2SeqFlags, task: Task) -> int:
     plan = recipe.Plan(*rows, recipe.count_steps(flags, epoch))
     plan.log(flags, mesh)
     recipe.log_start(flags, flags)
-    tx, schedule = make_optimizer(
-        flags.optimizer_config(),
-        total_steps=plan.total_steps,
-        decay_mask=model.decay_mask(),
-        matrices=model.matrices(),
-    )
+    masks = {"decay_mask": model.decay_mask(), "matrices": model.matrices()}
+    tx, schedule = make_optimizer(flags.optimizer_config(), total_steps=plan.total_steps, **masks)
     eval_steps = 0 if evaluation is None else evaluation.batches.steps_per_epoch
-    if flags.print_placement:
-        _placement.show(model, tx, mesh)
+    _placement.show(flags, model, tx, mesh)
     result = fit(
         loss_function(flags, model),
         params=model.hand_over,

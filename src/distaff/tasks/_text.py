@@ -60,8 +60,7 @@ def train(recipe: TextRecipe, flags: Any) -> int:
         decay_mask=model.decay_mask(),
         matrices=model.matrices(),
     )
-    if flags.print_placement:
-        _placement.show(model, tx, mesh)
+    _placement.show(flags, model, tx, mesh)
     result = fit(
         rows.loss_fn,
         params=model.hand_over,

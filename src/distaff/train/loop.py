@@ -111,36 +111,18 @@ def fit(
     mesh = make_mesh() if mesh is None else mesh
     output = None if config.output_dir is None else Path(config.output_dir)
     source = _find_source(config, output)
-    state = create_state(
-        params() if callable(params) else params,
-        tx,
-        mesh=mesh,
-        seed=config.seed,
-        shardings=param_shardings,
-        carried=carried,
-        averaged=config.ema_decay is not None,
-    )
+    given = params() if callable(params) else params
+    begun: dict[str, Any] = {"seed": config.seed, "averaged": config.ema_decay is not None}
+    state = create_state(given, tx, mesh=mesh, shardings=param_shardings, carried=carried, **begun)
+    del given  # the run has its own copy
     state, meta = _restored(state, source, config=config, batches=batches, filled=filled)
     best = _best_before(config, meta, output, source)
     if output is not None and source is not None:
         leave_behind(output, int(jax.device_get(state.step)))
-    hooks = Hooks(
-        loss_fn=loss_fn,
-        eval_batches=eval_batches,
-        tokens_per_batch=tokens_per_batch,
-        derived=derived,
-        score=score,
-        on_log=on_log,
-    )
-    train_step = make_train_step(
-        loss_fn,
-        tx,
-        state=state,
-        accumulation=config.accumulation,
-        schedule=schedule,
-        donate=not config.debug_nans,
-        ema_decay=config.ema_decay,
-    )
+    hooks = Hooks(loss_fn, eval_batches, tokens_per_batch, derived, score, on_log)
+    settings: dict[str, Any] = {"accumulation": config.accumulation, "ema_decay": config.ema_decay}
+    keep = config.debug_nans
+    train_step = make_train_step(loss_fn, tx, state=state, schedule=schedule, donate=not keep, **settings)
     window = window_from_json(meta.get("window"), mesh)
     if on_start is not None:
         on_start()
