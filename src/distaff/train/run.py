@@ -40,7 +40,7 @@ Score = Callable[..., Values]
 TokenCount = int | str | Callable[[Any], int]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Hooks:
     """The caller's functions, as `fit` describes them."""
 
