@@ -165,11 +165,13 @@ def test_an_optimizer_follows_its_paper(name):
 def test_muon_takes_matrices_of_a_stack_one_by_one_and_leaves_the_rest_to_adamw():
     config = OptimizerConfig(optimizer="muon", learning_rate=0.1)
     stack = np.random.default_rng(0).normal(size=(2, 4, 3)).astype(np.float32)
-    params = {"stack": stack, "head": stack[0]}
-    tx, _ = make_optimizer(config, total_steps=10, matrices={"stack": True, "head": False})
+    params = {"stack": stack, "fused": stack.swapaxes(0, 1), "head": stack[0]}
+    tx, _ = make_optimizer(config, total_steps=10, matrices={"stack": -2, "fused": -3, "head": 0})
     found = follow(tx, params=params)
     for index in range(2):
-        np.testing.assert_allclose(found["stack"][index], updates(config, params={"k": stack[index]})["k"], atol=1e-6)
+        alone = updates(config, params={"k": stack[index]})["k"]
+        np.testing.assert_allclose(found["stack"][index], alone, atol=1e-6)
+        np.testing.assert_allclose(found["fused"][:, index], alone, atol=1e-6)
     plain = updates(OptimizerConfig(learning_rate=0.1), params={"head": stack[0]})
     np.testing.assert_array_equal(found["head"], plain["head"])
     with pytest.raises(UsageError, match="this model trains none: take another optimizer"):

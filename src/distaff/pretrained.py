@@ -39,8 +39,8 @@ from distaff.weights import (
     decays,
     generic_rows,
     held,
-    is_matrix,
     leaves,
+    matrix_axis,
     shapes_by_rows,
     tensors_to_write,
 )
@@ -190,8 +190,8 @@ class FlaxPreTrainedModel(Placed):
         return unflatten({path: decays(leaf.kind) for path, leaf in self._table.items()})
 
     def matrices(self) -> Tree:
-        """Return booleans, shaped as the parameters, that are True for the kernels `[..., in, out]` in layers."""
-        return unflatten({path: is_matrix(leaf) for path, leaf in self._table.items()})
+        """Return by parameter the axis of what goes into a kernel in layers, -2 or -3, and 0 for all else."""
+        return unflatten({path: matrix_axis(leaf) for path, leaf in self._table.items()})
 
     resize_token_embeddings = resize_token_embeddings
 

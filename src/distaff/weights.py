@@ -344,12 +344,14 @@ def decays(kind: Kind) -> bool:
     return kind not in ("bias", "fused_bias", "norm_scale", "rms_scale", *_STATISTICS_KINDS)
 
 
-def is_matrix(leaf: Leaf) -> bool:
-    """Tell whether it is a kernel of a layer that is repeated: no embedding, projection to words, head, bias or norm.
+def matrix_axis(leaf: Leaf) -> int:
+    """Return the axis of what goes into a kernel of a layer that is repeated, and 0 for all else.
 
-    A user's own module says nothing of its layers (no axis has a name): there it is every kernel.
+    Else are embeddings, projections to words, heads, biases and norms. A user's own module says nothing of its layers
+    (no axis has a name): there it is every kernel.
     """
-    return leaf.kind in ("linear", "conv1d") and (leaf.repeated or not any(leaf.axes))
+    axis = {"linear": -2, "conv1d": -2, "fused_conv1d": -3}.get(leaf.kind, 0)
+    return axis if leaf.repeated or not any(leaf.axes) else 0
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:

@@ -85,13 +85,15 @@ def make_optimizer(
     """Return the optax optimizer and its schedule (a function of the number of steps done).
 
     `decay_mask` has the structure of the parameters, True where weight decay applies; None decays all of them.
-    `matrices` likewise, True for kernels `[..., in, out]` whose steps Muon makes; None is all arrays of two dimensions.
+    `matrices` likewise, of those whose steps Muon makes the axis of what goes in: -2 (or True) for kernels
+    `[..., in, out]`, -3 for several in one, `[..., in, parts, out]`, and 0 (False) for all that is AdamW's. None is all
+    arrays of two dimensions.
     `trained` likewise, False where a parameter stays as it is: the optimizer keeps nothing for it then, and its
     gradient does not count in the norm that is clipped.
     """
     schedule = make_schedule(config, total_steps=total_steps)
     if matrices is not None and trained is not None:
-        matrices = jax.tree.map(lambda matrix, learns: matrix and learns, matrices, trained)
+        matrices = jax.tree.map(lambda matrix, learns: matrix if learns else 0, matrices, trained)
     if config.name == "adafactor":
         # A rate of decay that follows the schedule: optax adds it after the step size, so it is not scaled there.
         decay = (lambda count: config.weight_decay * schedule(count)) if config.weight_decay else None
@@ -126,7 +128,8 @@ def _direction(config: OptimizerConfig, matrices: Tree | None) -> optax.Gradient
             return _sm3()
         case "muon":
             labels = _labels_by_rank if matrices is None else _muon_labels(matrices)
-            return optax.partition({"muon": _muon(config.moment_dtype), "adamw": adam}, labels)
+            kinds = {str(axis): _muon(config.moment_dtype, axis) for axis in (-2, -3)}
+            return optax.partition({"adamw": adam, **kinds}, labels)
     return adam
 
 
@@ -141,27 +144,30 @@ def _sm3() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: inner.init(jax.tree.map(jnp.atleast_1d, params)), update)
 
 
-def _muon(moment_dtype: str | None) -> optax.GradientTransformation:
-    """Muon's steps for kernels `[..., in, out]`, as large as AdamW's so that one learning rate serves both."""
+def _muon(moment_dtype: str | None, entering: int) -> optax.GradientTransformation:
+    """Muon's steps for kernels whose axes are `entering` and the last, as large as AdamW's: one rate serves both."""
 
     def axes(updates: Tree) -> Tree:
         # Axes that are not named are of a stack, whose matrices are made orthogonal one by one.
-        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), updates)
+        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(entering, -1), updates)
 
     def scaled(updates: Tree, params: Tree | None) -> Tree:
-        return jax.tree.map(lambda step: step * (ADAMW_STEP * math.sqrt(max(step.shape[-2:]))), updates)
+        def one(step: jax.Array) -> jax.Array:
+            return step * (ADAMW_STEP * math.sqrt(max(step.shape[entering], step.shape[-1])))
+
+        return jax.tree.map(one, updates)
 
     orthogonal = optax.contrib.scale_by_muon(mu_dtype=moment_dtype, weight_dimension_numbers=axes)
     return optax.chain(orthogonal, optax.stateless(scaled))
 
 
 def _muon_labels(matrices: Tree) -> Tree:
-    """Return "muon" or "adamw" for each parameter; `UsageError` where Muon would have none."""
+    """Return "adamw" or the axis of what goes in for each parameter; `UsageError` where Muon would have none."""
     if not any(jax.tree.leaves(matrices)):
         raise UsageError(
             "Muon makes the steps of matrices in layers, and this model trains none: take another optimizer."
         )
-    return jax.tree.map(lambda matrix: "muon" if matrix else "adamw", matrices)
+    return jax.tree.map(lambda axis: str(-2 if axis is True else axis) if axis else "adamw", matrices)
 
 
 def _labels_by_rank(params: Tree) -> Tree:
