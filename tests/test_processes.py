@@ -64,7 +64,9 @@ def start_both(corpus, output):
     started = []
     for index in (0, 1):
         place = ("--coordinator_address", address, "--num_processes", "2", "--process_id", str(index))
-        command = words(corpus, output, *place, "--heartbeat_timeout", str(HEARTBEAT), rows=2)
+        # Each parameter is in four parts, two in each process.
+        place = (*place, "--mesh", "fsdp=-1", "--heartbeat_timeout", str(HEARTBEAT))
+        command = words(corpus, output, *place, rows=2)
         started.append(
             subprocess.Popen(
                 [sys.executable, "-m", "distaff.cli", *command],
@@ -105,7 +107,7 @@ def assert_close(one: Path, two: Path, tolerance: float):
 
 
 def test_a_run_of_two_processes_is_lost_and_gone_on_with(corpus, tmp_path):
-    assert main(words(corpus, tmp_path / "one", rows=1)) == 0  # eight devices, as many rows
+    assert main(words(corpus, tmp_path / "one", rows=8)) == 0  # as many as four devices have
     codes, said = ends(start_both(corpus, tmp_path / "two"))
     assert codes == [0, 0], said
     assert "Process 0 of 2: 2 of 4 devices are here" in said[0]
