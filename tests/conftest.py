@@ -1,5 +1,6 @@
 """Eight simulated devices, strict rank promotion and a compilation cache for every test."""
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,6 +26,17 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / "build" / "jax-cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+# Traces are millions of small objects that stay: walking through them again and again was a tenth of the time.
+gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_of_a_file():
+    """Compiled programs go with the file that made them: those of all files would be several GB."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session", autouse=True)

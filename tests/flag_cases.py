@@ -92,9 +92,11 @@ class HandOver:
         self.seen["called"].append("evaluated" if self.evaluating else "predicted")
         said: dict[str, list] = {}
         for step in range(batches.steps_per_epoch):
-            _, weights = batches.indices(step)
+            numbers, weights = batches.indices(step)
             for name, rows in jax.eval_shape(forward, params, batches(step), *rest).items():
-                said.setdefault(name, []).extend(np.zeros(rows.shape[1:], rows.dtype) for weight in weights if weight)
+                places = said.setdefault(name, [None] * batches.rows)
+                for number in numbers[weights > 0]:
+                    places[number] = np.zeros(rows.shape[1:], rows.dtype)
         return said
 
     def keep(self, loss_fn, params, batches, key, *carried):

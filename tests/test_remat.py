@@ -60,7 +60,7 @@ def test_the_flag_takes_names_and_what_it_took_before(words, said):
     """Alone, and as the booleans of the `recipe.yaml` of an earlier run."""
     name = ("train", "mlm")
     given = f"--gradient_checkpointing{words}".split() if words else []
-    assert checkpointing(parse(name, COMMANDS[name], MlmFlags, given)) == said
+    assert checkpointing(parse(name, COMMANDS[name], MlmFlags, given)[0]) == said
 
 
 def test_booleans_mean_full_and_none():
