@@ -126,7 +126,8 @@ def _is_adam(part):
 def test_every_mesh_trains_alike(kind, capfd):
     losses, moments, params = trained(kind, make_mesh(devices=jax.devices()[:1]))
     assert losses[-1] < losses[0]
-    for sizes in MESHES:
+    # GPT-2 differs from GPT-Neo by its fused projection alone.
+    for sizes in MESHES[2:3] if kind == "gpt2" else MESHES:
         mesh = make_mesh(**dict(zip(("data", "fsdp", "tensor"), sizes)))
         their_losses, their_moments, their_params = trained(kind, mesh)
         np.testing.assert_allclose(their_losses, losses, atol=1e-5, err_msg=str(sizes))
