@@ -24,6 +24,7 @@ from distaff.core.tree import Tree
 from distaff.train.best import Best
 from distaff.train.checkpoint import Checkpoints, complete_steps, read_trained, restore
 from distaff.train.config import LoopConfig
+from distaff.train.exhausted import memory_errors
 from distaff.train.log import Terminal, check_reporters, make_sinks
 from distaff.train.measure import Compilations
 from distaff.train.metrics import StepMetrics
@@ -111,15 +112,16 @@ def fit(
     mesh = make_mesh() if mesh is None else mesh
     output = None if config.output_dir is None else Path(config.output_dir)
     source = _find_source(config, output)
-    state = create_state(
-        params() if callable(params) else params,
-        tx,
-        mesh=mesh,
-        seed=config.seed,
-        shardings=param_shardings,
-        carried=carried,
-        averaged=config.ema_decay is not None,
-    )
+    with memory_errors("the state of a training"):
+        state = create_state(
+            params() if callable(params) else params,
+            tx,
+            mesh=mesh,
+            seed=config.seed,
+            shardings=param_shardings,
+            carried=carried,
+            averaged=config.ema_decay is not None,
+        )
     state, meta = _restored(state, source, config=config, batches=batches, filled=filled)
     best = _best_before(config, meta, output, source)
     if output is not None and source is not None:
@@ -144,9 +146,17 @@ def fit(
     window = window_from_json(meta.get("window"), mesh)
     if on_start is not None:
         on_start()
-    result = _drive(
-        hooks, config=config, mesh=mesh, train_step=train_step, state=state, window=window, batches=batches, best=best
-    )
+    with memory_errors("a training step or an evaluation"):
+        result = _drive(
+            hooks,
+            config=config,
+            mesh=mesh,
+            train_step=train_step,
+            state=state,
+            window=window,
+            batches=batches,
+            best=best,
+        )
     return result if output is None else _reloaded(result, output, source, filled)
 
 
