@@ -152,8 +152,8 @@ def _fit(
 ) -> FitResult:
     """Train with all that the flags ask for."""
     assert tuning.train is not None
-    params, carried = planned.parts(tuning.model.params)
-    trained = trained_mask(params, flags.freeze)
+    carried = planned.parts(tuning.model.params)[1]
+    trained = trained_mask(planned.parts(tuning.model.params_shape_tree)[0], flags.freeze)
     epoch = tuning.train.steps_per_epoch
     steps = recipes.count_steps(flags, epoch)
     chosen = selection(flags, tuning)
@@ -172,7 +172,7 @@ def _fit(
         _placement.show(tuning.model, tx, mesh)
     return fit(
         tuning.loss_fn if trained is None else partial(_without_frozen, tuning.loss_fn, trained),
-        params=params,
+        params=lambda: planned.parts(tuning.model.hand_over())[0],
         filled=tuning.model.filled_shapes(),
         carried=carried,
         tx=tx,

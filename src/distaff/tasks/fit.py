@@ -101,7 +101,7 @@ def run(recipe: str | None, flags: Any, fit: FitFlags) -> int:
     if asked.fits(fit.limit) or fit.limit is None:
         return 0
     if fit.search:
-        print(*searched(recipe, flags, fit, asked), sep="\n")
+        print(*found_lines(*search(recipe, flags, fit, asked), fit.limit), sep="\n")
     return 1
 
 
@@ -153,11 +153,14 @@ def compiled(recipe: str, flags: Any, fit: FitFlags) -> Answer:
     return Answer.from_json(answer)
 
 
-def searched(recipe: str, flags: Any, fit: FitFlags, asked: Answer) -> list[str]:
-    """Try what needs less memory, and return what is to be said of it."""
-    answers: dict[str, Answer] = {words({}): asked}
+def search(recipe: str, flags: Any, fit: FitFlags, asked: Answer) -> tuple[_levers.Changes | None, dict[str, Answer]]:
+    """Return the first changes of the flags with which the step fits, and the answer to all that was compiled.
 
-    def fits(changes: Mapping[str, Any]) -> bool:
+    Answers stand under the changes as they are typed; `asked` is that to the flags themselves.
+    """
+    answers = {"": asked}
+
+    def fits(changes: _levers.Changes) -> bool:
         text = words(changes)
         if text not in answers:
             logger.info("Trying %s ...", text)
@@ -167,14 +170,18 @@ def searched(recipe: str, flags: Any, fit: FitFlags, asked: Answer) -> list[str]
     setting = _levers.Setting(
         flags=dataclasses.asdict(flags), mesh=asked.mesh, rows=asked.rows, local=asked.local, able=asked.able
     )
-    found = _levers.search(setting, fits)
-    if found is not None:
-        text = words(found)
-        return ["", f"It fits with {text}", *_report.sizes(answers[text], fit.limit)]
+    return _levers.search(setting, fits), answers
+
+
+def found_lines(changes: _levers.Changes | None, answers: Mapping[str, Answer], limit: int | None) -> list[str]:
+    """Return what is to be said of a search."""
+    if changes is not None:
+        text = words(changes)
+        return ["", f"It fits with {text}", *_report.sizes(answers[text], limit)]
     # One whose peak is not known needs more than what is held.
     best, answer = min(answers.items(), key=lambda pair: (pair[1].footprint.peak is None, pair[1].needed))
     least = "at least " if answer.footprint.peak is None else ""
-    missing = answer.needed - (fit.limit or 0)
+    missing = answer.needed - (answer.footprint.limit or limit or 0)
     tried = f"with {best}" if best else "as it was asked for"
     return ["", f"Nothing that was tried fits; {tried} {least}{_report.gib(missing)} GiB are missing: take more chips."]
 
