@@ -609,6 +609,11 @@ def test_what_fit_compiles_is_what_a_run_trains(bench, recipe):
     rest = () if carried is None else (carried,)
     program = str(jax.make_jaxpr(planned.loss_fn)(params, planned.batch, jax.random.key(0), *rest))
     assert operations(program) == operations(run.of("program"))
+    # With so little memory nothing is compiled, but all of it laid out.
+    found = planned.measure(flags, planned.model.mesh if recipe != "electra" else planned.model.generator.mesh, limit=1)
+    assert found.parameters == sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
+    assert found.optimizer >= 2 * found.parameters
+    assert (found.peak, found.carried > 0) == (None, carried is not None)
     # Without a tokenizer the shapes are the same, but that types of tokens are there wherever a model has two.
     bare = module.plan(dataclasses.replace(flags, tokenizer_name=None), make_mesh(devices=jax.devices()[:1]))
     found = {name: (leaf.shape, leaf.dtype) for name, leaf in bare.batch.items()}
