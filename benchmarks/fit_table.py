@@ -3,8 +3,8 @@
     python benchmarks/fit_table.py                                   # all of it, a line at a time
     python benchmarks/fit_table.py --model gpt2-xl --topology v5e-8
 
-It needs libtpu (`pip install 'distaff[tpu]'`) and no TPU. What is asked for first is bfloat16, 8 rows a device, AdamW
-and scanned layers; where that does not fit, the line says what does. A compilation takes one processor a minute or so.
+It needs libtpu (`pip install 'distaff[train,tpu]'`) and no TPU. What is asked for first is bfloat16, 8 rows a device,
+AdamW and scanned layers; where that does not fit, the line says what does. A compilation takes one processor a minute.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def line(name: str, topology: str) -> str:
     flags, target = getattr(module, flags_class)(**values, **ASKED), fit.FitFlags(topology=topology)
     target.check()
     asked = fit.compiled(recipe, flags, target)
-    needed = f"{'over ' if asked.footprint.peak is None else ''}{_report.gib(asked.needed)}"
+    needed = f"{'over ' if asked.footprint.peak is None else ''}{_report.gib(asked.footprint.needed)}"
     cells = [name, f"{asked.parameters / 1e6:,.0f} M", topology, needed]
     if asked.fits(target.limit):
         return " | ".join([*cells, "as asked", needed])
@@ -78,7 +78,7 @@ def line(name: str, topology: str) -> str:
     if found is None:
         return " | ".join([*cells, "nothing that was tried fits", ""])
     text = fit.words(found)
-    return " | ".join([*cells, f"`{text}`", _report.gib(answers[text].needed)])
+    return " | ".join([*cells, f"`{text}`", _report.gib(answers[text].footprint.needed)])
 
 
 def main() -> None:

@@ -69,7 +69,7 @@ def test_what_does_not_fit_says_how_much_is_needed():
     answer = compiled("data=8", vocabulary=8_000_000)
     assert not answer.fits(None)
     assert answer.footprint.limit == pytest.approx(15.75 * 2**30)
-    assert answer.needed > answer.footprint.limit
+    assert answer.footprint.needed > answer.footprint.limit
 
 
 def test_every_slice_with_a_name_has_meshes():

@@ -6,14 +6,13 @@ from typing import Any
 
 from distaff.tasks._slices import GIB
 from distaff.train.collectives import Collective
-from distaff.train.footprint import Footprint
+from distaff.train.footprint import WAITING_BATCHES, Footprint
 
 _PARTS = {
     "parameters": "parameters",
     "optimizer": "optimizer state",
     "average": "average of parameters",
     "carried": "running statistics",
-    "batch": "batch",
     "temporary": "activations, gradients, others",
 }
 
@@ -41,17 +40,12 @@ class Answer:
         """Return the answer that the process has written."""
         found = values["footprint"]
         every = tuple(Collective(**each) for each in found["collectives"])
-        print_ = Footprint(**{**found, "collectives": every})
-        return cls(**{**values, "footprint": print_, "able": frozenset(values["able"])})
-
-    @property
-    def needed(self) -> int:
-        """Bytes of a device, at least."""
-        return self.footprint.held if self.footprint.peak is None else self.footprint.peak
+        found = Footprint(**{**found, "collectives": every})
+        return cls(**{**values, "footprint": found, "able": frozenset(values["able"])})
 
     def fits(self, limit: int | None) -> bool:
         """Tell whether a device of `limit` bytes is enough."""
-        return self.footprint.limit is None and (limit is None or self.needed <= limit)
+        return self.footprint.limit is None and (limit is None or self.footprint.needed <= limit)
 
 
 def show(name: str, where: str, answer: Answer, limit: int | None) -> None:
@@ -78,23 +72,21 @@ def _step(answer: Answer) -> str:
 
 def sizes(answer: Answer, limit: int | None) -> Iterator[str]:
     """Yield lines of the memory of a device."""
-    print_ = answer.footprint
+    found = answer.footprint
     yield f"{'on each device':<32}{'GiB':>10}"
-    for name, title in _PARTS.items():
-        size = getattr(print_, name)
-        if size is not None and (size or name not in ("average", "carried")):
-            yield f"  {title:<30}{gib(size):>10}"
-    if print_.peak is None:
-        yield f"  {'these alone':<30}{gib(print_.held):>10}  {_verdict(answer, limit)}"
-    else:
-        yield f"  {'peak':<30}{gib(print_.peak):>10}  {_verdict(answer, limit)}"
+    parts = {title: getattr(found, name) for name, title in _PARTS.items() if getattr(found, name)}
+    parts[f"batch, and {WAITING_BATCHES} that wait"] = found.batch * (1 + WAITING_BATCHES)
+    parts["peak" if found.peak is not None else "these alone"] = found.needed
+    for title, size in parts.items():
+        yield f"  {title:<30}{gib(size):>10}"
+    yield f"  {_verdict(answer, limit)}"
 
 
 def _verdict(answer: Answer, limit: int | None) -> str:
     there = answer.footprint.limit or limit
     if there is None:
-        return "(nobody says how much there is: --device_memory)"
-    return f"of {gib(there)}: {'fits' if answer.fits(limit) else 'does not fit'}"
+        return "nobody says how much a device has: --device_memory does"
+    return f"{'fits' if answer.fits(limit) else 'does not fit'} the {gib(there)} GiB of a device"
 
 
 def _collectives(answer: Answer) -> Iterator[str]:

@@ -4,9 +4,9 @@
     distaff fit gpt2-medium-config --topology v3-8 --max_seq_length 512
 
 It takes the flags of the training and compiles its step, as it is, by the compiler in libtpu (`pip install
-'distaff[tpu]'`), or with --devices 8 for simulated devices of the CPU, whose figures are others than a TPU's. Neither
-data nor tokenizer nor weights are needed: a step is its shapes, those of the longest rows that the flags allow. The
-exit code is 0 where the asked training fits, and 1 where it does not; then what needs less memory is tried, and the
+'distaff[train,tpu]'`), or with --devices 8 for simulated devices of the CPU, whose figures are others than a TPU's.
+Neither data nor tokenizer nor weights are needed: a step is its shapes, those of the longest rows that the flags allow.
+The exit code is 0 where the asked training fits, and 1 where it does not; then what needs less memory is tried, and the
 flags are printed that make it fit.
 """
 
@@ -90,10 +90,9 @@ def run(recipe: str | None, flags: Any, fit: FitFlags) -> int:
     fit.check()
     if recipe is None:
         recipe, flags = of_config(flags)
-    # The shapes are the config's; weights are not read.
-    flags = dataclasses.replace(
-        flags, config_name=flags.config_name or flags.model_name_or_path, model_name_or_path=None
-    )
+    # The shapes are the config's; weights are not read, and nothing is reported.
+    name = flags.config_name or flags.model_name_or_path
+    flags = dataclasses.replace(flags, config_name=name, model_name_or_path=None, report_to=["none"])
     where = fit.topology or f"{fit.devices} simulated devices of the CPU"
     logger.info("Compiling the step of '%s' for %s ...", recipe, where)
     asked = compiled(recipe, flags, fit)
@@ -179,9 +178,9 @@ def found_lines(changes: _levers.Changes | None, answers: Mapping[str, Answer], 
         text = words(changes)
         return ["", f"It fits with {text}", *_report.sizes(answers[text], limit)]
     # One whose peak is not known needs more than what is held.
-    best, answer = min(answers.items(), key=lambda pair: (pair[1].footprint.peak is None, pair[1].needed))
+    best, answer = min(answers.items(), key=lambda pair: (pair[1].footprint.peak is None, pair[1].footprint.needed))
     least = "at least " if answer.footprint.peak is None else ""
-    missing = answer.needed - (answer.footprint.limit or limit or 0)
+    missing = answer.footprint.needed - (answer.footprint.limit or limit or 0)
     tried = f"with {best}" if best else "as it was asked for"
     return ["", f"Nothing that was tried fits; {tried} {least}{_report.gib(missing)} GiB are missing: take more chips."]
 

@@ -15,13 +15,16 @@ from distaff.train.exhausted import exhausted
 from distaff.train.state import planned_state
 from distaff.train.step import LossFunction, Schedule, make_train_step, planned_rows
 
+# Batches on the devices besides that of the step under way: one of a step that was dispatched, two made ahead.
+WAITING_BATCHES = 3
+
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
     """Bytes of a device.
 
     parameters, optimizer, average, carried, batch: what lies there when a step begins; the step's state takes the place
-    of the one before. peak: the most that is there at once, in the step; None where that is not known.
+    of the one before. peak: the most that the step has at once; None where that is not known.
     limit: what the device has, where the compiler says that it is too little; then there is no program, and
     `collectives` is empty.
     """
@@ -39,6 +42,11 @@ class Footprint:
     def held(self) -> int:
         """What lies there from step to step, and the batch."""
         return self.parameters + self.optimizer + self.average + self.carried + self.batch
+
+    @property
+    def needed(self) -> int:
+        """What a run needs, with the batches that wait; the least that it needs where the peak is not known."""
+        return (self.held if self.peak is None else self.peak) + WAITING_BATCHES * self.batch
 
     @property
     def temporary(self) -> int | None:
