@@ -53,9 +53,7 @@ def show(name: str, where: str, answer: Answer, limit: int | None) -> None:
     mesh = ",".join(f"{axis}={size}" for axis, size in answer.mesh.items())
     print(f"{name} on {where} ({answer.kind}), mesh {mesh}: {answer.parameters:,} parameters")
     print(_step(answer))
-    for line in sizes(answer, limit):
-        print(line)
-    for line in _collectives(answer):
+    for line in lines(answer, limit):
         print(line)
 
 
@@ -70,8 +68,8 @@ def _step(answer: Answer) -> str:
     return " ".join(parts)
 
 
-def sizes(answer: Answer, limit: int | None) -> Iterator[str]:
-    """Yield lines of the memory of a device."""
+def lines(answer: Answer, limit: int | None) -> Iterator[str]:
+    """Yield what is to be said of the memory of a device, and of what is sent."""
     found = answer.footprint
     yield f"{'on each device':<32}{'GiB':>10}"
     parts = {title: getattr(found, name) for name, title in _PARTS.items() if getattr(found, name)}
@@ -80,6 +78,7 @@ def sizes(answer: Answer, limit: int | None) -> Iterator[str]:
     for title, size in parts.items():
         yield f"  {title:<30}{gib(size):>10}"
     yield f"  {_verdict(answer, limit)}"
+    yield from _collectives(answer)
 
 
 def _verdict(answer: Answer, limit: int | None) -> str:

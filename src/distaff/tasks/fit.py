@@ -164,6 +164,8 @@ def search(recipe: str, flags: Any, fit: FitFlags, asked: Answer) -> tuple[_leve
         if text not in answers:
             logger.info("Trying %s ...", text)
             answers[text] = compiled(recipe, dataclasses.replace(flags, **changes), fit)
+            least = "at least " if answers[text].footprint.peak is None else ""
+            logger.info("... %s%s GiB", least, _report.gib(answers[text].footprint.needed))
         return answers[text].fits(fit.limit)
 
     setting = _levers.Setting(
@@ -176,7 +178,7 @@ def found_lines(changes: _levers.Changes | None, answers: Mapping[str, Answer], 
     """Return what is to be said of a search."""
     if changes is not None:
         text = words(changes)
-        return ["", f"It fits with {text}", *_report.sizes(answers[text], limit)]
+        return ["", f"It fits with {text}", *_report.lines(answers[text], limit)]
     # One whose peak is not known needs more than what is held.
     best, answer = min(answers.items(), key=lambda pair: (pair[1].footprint.peak is None, pair[1].footprint.needed))
     least = "at least " if answer.footprint.peak is None else ""
