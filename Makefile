@@ -3,13 +3,21 @@ PYTHON ?= python3
 VENV ?= $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
 BIN = $(VENV)/bin
 
-.PHONY: run test lint bench clean
+.PHONY: run test test-tpu lint bench clean
 
 run: $(VENV)/ready
 	$(BIN)/distaff quickstart
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# What the compiler of TPUs makes of a step, on any machine. libtpu lies beside the environment, in which jax would look
+# for a TPU because of it.
+test-tpu: $(VENV)/ready
+	@libtpu=$$($(BIN)/python -c 'import importlib.metadata as m; print(next(r.split(";")[0] for r in m.requires("jax") if r.startswith("libtpu")))'); \
+	if test -d build/libtpu || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/libtpu "$$libtpu"; then \
+	  JAX_PLATFORMS=cpu PYTHONPATH=build/libtpu $(BIN)/python -m pytest tests/test_fit_tpu.py; \
+	else rm -rf build/libtpu; echo "skipped: $$libtpu cannot be installed here"; fi
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

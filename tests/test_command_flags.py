@@ -37,7 +37,8 @@ HERE = {
 
 
 def test_every_command_is_here():
-    assert set(HERE.values()) == {name for name in COMMANDS if name[0] not in ("train", "eval")}
+    # 'fit' has the flags of 'train'; its own are in test_fit.py.
+    assert set(HERE.values()) == {name for name in COMMANDS if name[0] not in ("train", "eval", "fit")}
 
 
 def written(folder):

@@ -10,6 +10,7 @@ import yaml
 
 from distaff.cli import COMMANDS, find_command
 from distaff.tasks._cluster_flags import ClusterFlags
+from distaff.tasks.fit import FitFlags
 
 HOUSE = Path(__file__).parents[1]
 PAGES = [HOUSE / "README.md", *sorted((HOUSE / "docs").glob("*.md"))]
@@ -47,9 +48,9 @@ def flags_of(name):
     command = COMMANDS[name]
     known = dataclasses.fields(getattr(importlib.import_module(command.module), command.flags))
     names = {field.name for field in known} | OF_ALL | {f"no_{field.name}" for field in known}
-    return names | (
-        {field.name for field in dataclasses.fields(ClusterFlags)} if name[0] in ("train", "eval") else set()
-    )
+    further = {"train": ClusterFlags, "eval": ClusterFlags, "fit": FitFlags}.get(name[0])
+    fields = () if further is None else dataclasses.fields(further)
+    return names | {field.name for field in fields} | {f"no_{field.name}" for field in fields}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -5,17 +5,23 @@ without the flag. That `fit` and the optimizer then do what their settings say i
 A flag without an entry here fails.
 """
 
+import dataclasses
+import importlib
 import json
+import re
 import shutil
 from dataclasses import dataclass
 
 import datasets
+import jax
 import pytest
 from transformers import AutoConfig
 
 from distaff import FlaxAutoModel
-from distaff.cli import COMMANDS, main
+from distaff.cli import COMMANDS, find_command, main, parse
+from distaff.core.mesh import make_mesh
 from distaff.hub import new_image_processor
+from distaff.tasks._planned import parts
 from flag_cases import flags_of, hand_over
 from image_cases import VIT, write_images
 from pair_cases import pairs, write_rows
@@ -487,11 +493,15 @@ class Bench:
             folder = self.folder / str(len(self.runs))
             (folder / "occupied").mkdir(parents=True)
             (folder / "occupied" / "recipe.yaml").write_text("{}")
-            names = {name: folder / name for name in ("fresh", "unused", "occupied", "cache")} | self.places
-            filled = [word.format_map(names) for word in (*self.base(command).split(), *words)]
+            names = {name: folder / name for name in ("fresh", "unused", "occupied", "cache")}
+            filled = self.words(command, *words, **names)
             self.runs[key] = hand_over([command, self.name, *filled], self.capsys, folder)
             self.runs[key].folder = folder
         return self.runs[key]
+
+    def words(self, command, *words, **names):
+        """The words of a run, their braces filled."""
+        return [word.format_map({**names, **self.places}) for word in (*self.base(command).split(), *words)]
 
     def base(self, command):
         words = f"--validation_file {{validation}} --per_device_eval_batch_size 8 {' '.join(self.recipe.length)}"
@@ -576,6 +586,51 @@ def test_a_number_reaches_its_setting(bench, recipe):
             _, place, field, wanted = NUMBERS[flag]
             before, after = (run.of(place) if field is None else run.of(place)[field] for run in (plain, given))
             assert after == wanted != before, flag
+
+
+# Flags with which all rows of the data are as long as the limit, so that a batch is what `distaff fit` plans for.
+FULL = {
+    "summarization": "--max_source_length 6 --max_target_length 5",
+    "translation": "--max_source_length 6 --max_target_length 5",
+    **dict.fromkeys(("glue", "ner", "qa"), "--pad_to_max_length"),
+}
+# What a recipe learns from its data, and a plan from the config.
+LABELS = {"glue": 3, "ner": 3, "image-classification": 3}
+
+
+def operations(program):
+    """The operations of a program with the types of their results, once: which parts are printed as one is chance."""
+    return set(re.findall(r":(\w+\[[\d,]*\]) = (\w+)", program))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_fit_compiles_is_what_a_run_trains(bench, recipe):
+    full, here = FULL.get(recipe, "").split(), bench(recipe)
+    run = here.run("train", *full)
+    assert run.of("code") == 0, run.of("error")
+    batch = run.batch(0)
+    labels = f",num_labels={LABELS[recipe]}" if recipe in LABELS else ""
+    words = here.words("train", *full, "--config_overrides", f"{{shape}}{labels}", fresh="")
+    name, command = find_command(["fit", recipe])
+    module = importlib.import_module(command.module)
+    flags, _ = parse(name, command, getattr(module, command.flags), words)
+    planned = module.plan(flags, make_mesh(devices=jax.devices()[:1]))
+
+    shapes = {name: (array.shape, array.dtype) for name, array in batch.items()}
+    assert {name: (leaf.shape, leaf.dtype) for name, leaf in planned.batch.items()} == shapes
+    params, carried = parts(planned.model.params_shape_tree)
+    rest = () if carried is None else (carried,)
+    program = str(jax.make_jaxpr(planned.loss_fn)(params, planned.batch, jax.random.key(0), *rest))
+    assert operations(program) == operations(run.of("program"))
+    # With so little memory nothing is compiled, but all of it laid out.
+    found = planned.measure(flags, planned.model.mesh if recipe != "electra" else planned.model.generator.mesh, limit=1)
+    assert found.parameters == sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
+    assert found.optimizer >= 2 * found.parameters
+    assert (found.peak, found.carried > 0) == (None, carried is not None)
+    # Without a tokenizer the shapes are the same, but that types of tokens are there wherever a model has two.
+    bare = module.plan(dataclasses.replace(flags, tokenizer_name=None), make_mesh(devices=jax.devices()[:1]))
+    found = {name: (leaf.shape, leaf.dtype) for name, leaf in bare.batch.items()}
+    assert {"token_type_ids": None, **found} == {"token_type_ids": found.get("token_type_ids"), **shapes}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -156,6 +156,16 @@ def test_every_device_holds_an_eighth(kind):
     assert here <= whole / 8 * 1.05
 
 
+def test_sizes_that_jax_does_not_lay_out_by_itself_are_laid_out(monkeypatch):
+    def refuses(*words, **options):
+        raise NotImplementedError("Failed to find assignment")  # of a v6e's grid of 4 by 4 to 8 by 2
+
+    monkeypatch.setattr(jax, "make_mesh", refuses)
+    mesh = make_mesh(data=1, fsdp=4, tensor=2)
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2}
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+
+
 def test_a_mesh_is_read_from_text():
     assert dict(parse_mesh(None).shape) == {"data": 8, "fsdp": 1, "tensor": 1}
     assert dict(parse_mesh("fsdp=2, tensor=2").shape) == {"data": 2, "fsdp": 2, "tensor": 2}

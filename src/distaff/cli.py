@@ -108,6 +108,21 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ),
 }
 
+COMMANDS |= {
+    ("fit", name[1]): Command(command.module, "plan", command.flags, f"Whether 'distaff train {name[1]}' fits a slice.")
+    for name, command in tuple(COMMANDS.items())
+    if name[0] == "train"
+}
+COMMANDS[("fit",)] = Command(
+    "distaff.tasks.fit", "run", "BareFlags", "The same of a config that has no recipe yet.", ("config_name",)
+)
+# Flags that the commands of a group take besides their own.
+FURTHER = {
+    "train": ("distaff.tasks._cluster_flags", "ClusterFlags"),
+    "eval": ("distaff.tasks._cluster_flags", "ClusterFlags"),
+    "fit": ("distaff.tasks.fit", "FitFlags"),
+}
+
 # Asks glibc for transparent huge pages: the buffers of a step cost 100,000 page faults otherwise, a fifth of its time.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
@@ -120,8 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
-    group = [name for name in COMMANDS if len(name) > 1 and name[0] == words[0]]
-    if group and words[1:2] in (["-h"], ["--help"], ["help"]):
+    group = [name for name in COMMANDS if name[0] == words[0]]
+    if len(group) > 1 and words[1:2] in (["-h"], ["--help"], ["help"]):
         print(usage(group))
         return 0
     if words[0] in ("-V", "--version"):
@@ -187,24 +202,26 @@ def call(name: tuple[str, ...], command: Command, words: list[str]) -> int:
     """Parse the flags and run the command in a process that is set up for it."""
     set_up_process()
     module = importlib.import_module(command.module)
-    flags, cluster = parse(name, command, getattr(module, command.flags), words)
-    if cluster is not None:
-        cluster.join()  # before any device is used
+    flags, further = parse(name, command, getattr(module, command.flags), words)
+    if name[0] == "fit":
+        return importlib.import_module("distaff.tasks.fit").run(*name[1:] or (None,), flags, further)
+    if further is not None:
+        further.join()  # before any device is used
     result = getattr(module, command.function)(flags)
     return result if isinstance(result, int) else 0
 
 
 def parse(name: tuple[str, ...], command: Command, flags_class: Any, words: list[str]) -> tuple[Any, Any]:
-    """Return the flags of `words`, after those of a .yaml file that stands first, and those of several processes.
-
-    The latter are None for commands that have one process.
-    """
+    """Return the flags of `words`, after those of a .yaml file that stands first, and those of `FURTHER`, if any."""
     from transformers import HfArgumentParser
 
-    from distaff.tasks._cluster_flags import ClusterFlags
+    from distaff.tasks._cluster_flags import CLUSTER_ONLY
     from distaff.tasks._flags import TRAINING_ONLY
 
-    classes: Any = (flags_class, ClusterFlags) if name[0] in ("train", "eval") else (flags_class,)
+    classes: Any = (flags_class,)
+    if name[0] in FURTHER:
+        module, further = FURTHER[name[0]]
+        classes = (flags_class, getattr(importlib.import_module(module), further))
 
     class Parser(HfArgumentParser):
         def error(self, message: str):
@@ -213,7 +230,8 @@ def parse(name: tuple[str, ...], command: Command, flags_class: Any, words: list
     # In an annotation its own: HfArgumentParser asks for types by name in the dataclass's module.
     parser: Any = Parser(classes, prog=f"distaff {' '.join(name)}", description=command.help, allow_abbrev=False)
     known = {option: action.dest for action in parser._actions for option in action.option_strings}
-    unused = TRAINING_ONLY if name[0] == "eval" else frozenset()
+    # What a recipe.yaml may hold and this command has no use for.
+    unused = {"eval": TRAINING_ONLY, "fit": CLUSTER_ONLY}.get(name[0], frozenset())
     for action in parser._actions:
         if action.dest in unused:
             action.help = argparse.SUPPRESS
@@ -253,10 +271,12 @@ def recipe_words(name: str, known: Collection[str], *, without: Container[str]) 
     values.pop("recipe", None)
     found = []
     for key, value in values.items():
+        if key in without:
+            continue
         if f"--{key}" not in known:
             raise UsageError(_unknown(f"--{key}", known, (str(path),)))
         # An empty list is what a flag of several words is without them.
-        if value is not None and value != [] and key not in without:
+        if value is not None and value != []:
             found += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
     return found
 

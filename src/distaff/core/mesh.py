@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from distaff.core.errors import UsageError
@@ -37,7 +38,13 @@ def make_mesh(*, data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequen
         )
     _check_processes(devices, sizes)
     # Under Explicit axes, the default of jax.make_mesh, Linen's embedding lookups fail to trace.
-    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    auto = (AxisType.Auto,) * len(AXES)
+    try:
+        return jax.make_mesh(tuple(sizes), AXES, axis_types=auto, devices=devices)
+    except NotImplementedError:
+        # Sizes that cut through a side of the grid of chips: jax does that by itself for v5e alone.
+        placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return Mesh(placed, AXES, axis_types=auto)
 
 
 def _check_processes(devices: Sequence[Any], sizes: Sequence[int]) -> None:

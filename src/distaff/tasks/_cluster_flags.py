@@ -1,6 +1,6 @@
 """Flags of a process, not of a run: which of several processes it is. They are in no `recipe.yaml`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from distaff.core.distributed import start
 from distaff.core.errors import UsageError
@@ -54,3 +54,7 @@ class ClusterFlags:
             heartbeat_timeout=self.heartbeat_timeout,
             initialization_timeout=self.initialization_timeout,
         )
+
+
+# Of a training as a process, and nothing that its step is a function of.
+CLUSTER_ONLY = frozenset(each.name for each in fields(ClusterFlags))

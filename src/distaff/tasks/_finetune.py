@@ -24,6 +24,7 @@ from distaff.core.processes import is_first
 from distaff.core.tree import Tree, flatten, unflatten
 from distaff.data.batches import Batches
 from distaff.tasks import _folder, _placement
+from distaff.tasks import _planned as planned
 from distaff.tasks import _recipe as recipes
 from distaff.tasks._finetune_flags import FinetuneFlags
 from distaff.tasks._flags import check_epsilon
@@ -151,8 +152,8 @@ def _fit(
 ) -> FitResult:
     """Train with all that the flags ask for."""
     assert tuning.train is not None
-    params, carried = _parts(tuning.model)
-    trained = trained_mask(params, flags.freeze)
+    carried = planned.parts(tuning.model.params)[1]
+    trained = trained_mask(planned.parts(tuning.model.params_shape_tree)[0], flags.freeze)
     epoch = tuning.train.steps_per_epoch
     steps = recipes.count_steps(flags, epoch)
     chosen = selection(flags, tuning)
@@ -164,13 +165,13 @@ def _fit(
         flags.optimizer_config(),
         total_steps=steps,
         trained=trained,
-        **(masks if carried is None else {name: mask["params"] for name, mask in masks.items()}),
+        **{name: planned.parts(mask)[0] for name, mask in masks.items()},
     )
     first = next(iter(tuning.evaluations.values()), None)
     _placement.show(flags, tuning.model, tx, mesh)
     return fit(
         tuning.loss_fn if trained is None else partial(_without_frozen, tuning.loss_fn, trained),
-        params=params,
+        params=lambda: planned.parts(tuning.model.hand_over())[0],
         filled=tuning.model.filled_shapes(),
         carried=carried,
         tx=tx,
@@ -198,7 +199,7 @@ def evaluate_only(recipe: Recipe, flags: FinetuneFlags) -> int:
     folder = _folder.output_folder(flags.output_dir) if flags.output_dir is not None else None
     mesh = recipes.mesh_of(flags)
     tuning = recipe.prepare(flags, recipes.rows_a_step(flags, mesh))
-    params, carried = _parts(tuning.model)
+    params, carried = planned.parts(tuning.model.params)
     evaluated: dict[str, float] = {}
     for name, held_out in tuning.evaluations.items():
         evaluated |= figures(tuning, held_out, params, carried, mesh, f"eval_{{}}{name}", folder)
@@ -211,6 +212,16 @@ def evaluate_only(recipe: Recipe, flags: FinetuneFlags) -> int:
     for name, value in (evaluated | predicted).items():
         print(f"{name} = {value:.6g}" if math.isfinite(value) else f"{name} = null")
     return 0
+
+
+def planned_step(
+    flags: FinetuneFlags, model: Any, loss_fn: Callable[..., Any], batch: dict[str, jax.ShapeDtypeStruct]
+) -> planned.Planned:
+    """Return the step of a training that begins with the shapes of `model`, with what is frozen."""
+    trained = trained_mask(planned.parts(model.params_shape_tree)[0], flags.freeze)
+    if trained is not None:
+        loss_fn = partial(_without_frozen, loss_fn, trained)
+    return planned.Planned(model=model, loss_fn=loss_fn, batch=batch, trained=trained)
 
 
 # Evaluation and predictions.
@@ -349,13 +360,6 @@ def _without_frozen(loss_fn: Callable[..., Any], trained: Tree, params: Tree, *o
     """Call `loss_fn` with frozen parameters as constants, so that nothing is computed for them backwards."""
     params = jax.tree.map(lambda learns, leaf: leaf if learns else jax.lax.stop_gradient(leaf), trained, params)
     return loss_fn(params, *others)
-
-
-def _parts(model: Any) -> tuple[Tree, Tree]:
-    """Return the parameters of a model, and its statistics under their name, None where it has none."""
-    if "batch_stats" not in model.params:
-        return model.params, None
-    return model.params["params"], {"batch_stats": model.params["batch_stats"]}
 
 
 def _whole(model: Any, params: Tree, carried: Tree) -> Tree:

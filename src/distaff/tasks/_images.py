@@ -1,5 +1,6 @@
 """Flags, data and model of image classification."""
 
+import io
 import logging
 import os
 from collections import Counter
@@ -10,6 +11,8 @@ from typing import Any
 
 import jax
 import numpy as np
+import pyarrow as pa
+from PIL import Image
 
 from distaff.core.errors import DataError, UsageError, listed
 from distaff.data.batches import Batches
@@ -196,17 +199,30 @@ def make_batches(
     flags: ImageClassificationFlags, dataset: Any, preprocess: Preprocess, rows: int, *, train: bool
 ) -> Batches:
     """Return batches of `rows` images."""
-    threads = flags.preprocessing_num_workers or min(os.cpu_count() or 1, _MOST_THREADS)
-    augment = flags.augment() if train else None
     return Batches(
         dataset,
-        collate=ImageCollate(augment, flags.seed, preprocess.mark, preprocess, threads),
+        collate=collation(flags, preprocess, train=train),
         batch_size=rows,
         seed=flags.seed,
         shuffle=train,
         process_index=jax.process_index(),
         process_count=jax.process_count(),
     )
+
+
+def collation(flags: ImageClassificationFlags, preprocess: Preprocess, *, train: bool) -> ImageCollate:
+    """Return what makes batches of images."""
+    threads = flags.preprocessing_num_workers or min(os.cpu_count() or 1, _MOST_THREADS)
+    augment = flags.augment() if train else None
+    return ImageCollate(augment, flags.seed, preprocess.mark, preprocess, threads)
+
+
+def made_images(preprocess: Preprocess) -> pa.Table:
+    """Return rows of empty images, as `load_images` makes them, to see what a batch is like."""
+    file = io.BytesIO()
+    Image.new("L" if preprocess.channels == 1 else "RGB", preprocess.size[::-1]).save(file, "PNG")
+    images = [{"bytes": file.getvalue(), "path": None}] * 2
+    return pa.table({"image": images, "place": ["made"] * 2, "label": pa.array([0, 0], pa.int64())})
 
 
 # Model and processor.

@@ -1,11 +1,13 @@
 """The steps that every recipe shares: model and tokenizer by the flags, the plan, and what is written at the end."""
 
+import contextlib
 import difflib
 import logging
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,9 +27,13 @@ from distaff.tasks._overrides import override
 from distaff.tasks.tokenizer import save_tokenizer
 from distaff.train import FitResult
 from distaff.train.checkpoint import complete_steps
+from distaff.train.exhausted import memory_errors
 from distaff.train.resume import CHECKPOINTS, IF_ANY
 
 logger = logging.getLogger("distaff")
+
+# The mesh of models that are shapes and hold no parameters; None where models are loaded.
+_SHAPES_ON: ContextVar[Mesh | None] = ContextVar("shapes_on", default=None)
 
 # Lengths that are not said: a tokenizer without a limit says 10^30.
 LONGEST_BY_DEFAULT = 512
@@ -48,7 +54,7 @@ def load_tokenizer(flags: ModelFlags, token: str | None = None):
 def load_config(flags: ModelFlags, tokenizer, token: str | None = None):
     """Return the config that the flags describe; one from a model type alone takes the tokenizer's vocabulary.
 
-    `tokenizer` is None for models without words.
+    `tokenizer` is None for models without words, and where the config's own vocabulary is meant.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -102,6 +108,16 @@ def mesh_of(flags: ModelFlags) -> Mesh:
     return parse_mesh(flags.mesh)
 
 
+@contextlib.contextmanager
+def shapes_only(mesh: Mesh) -> Iterator[None]:
+    """Make `load_model` return models on `mesh` that hold no parameters, as the config alone describes them."""
+    before = _SHAPES_ON.set(mesh)
+    try:
+        yield
+    finally:
+        _SHAPES_ON.reset(before)
+
+
 def load_model(
     auto_class,
     flags: ModelFlags,
@@ -112,27 +128,31 @@ def load_model(
     ignore_mismatched_sizes: bool = False,
 ) -> Any:
     """Return the model with the checkpoint's weights, or random ones."""
+    shapes_on = _SHAPES_ON.get()
     settings: dict[str, Any] = {
         "dtype": flags.dtype,
         "param_dtype": flags.param_dtype,
         "seed": seed,
-        "mesh": mesh_of(flags),
+        "mesh": mesh_of(flags) if shapes_on is None else shapes_on,
         "gradient_checkpointing": checkpointing(flags),
     }
     if flags.scan_layers:
         settings["scan_layers"] = True  # not every model has it
     if flags.attn_implementation != "auto":
         settings["attn_implementation"] = flags.attn_implementation  # nor this
-    if flags.model_name_or_path is None:
-        return auto_class.from_config(config, **settings)
-    return auto_class.from_pretrained(
-        flags.model_name_or_path,
-        config=config,
-        revision=flags.model_revision,
-        token=token,
-        ignore_mismatched_sizes=ignore_mismatched_sizes,
-        **settings,
-    )
+    if shapes_on is not None:
+        return auto_class.from_config(config, _do_init=False, **settings)
+    with memory_errors("the model"):
+        if flags.model_name_or_path is None:
+            return auto_class.from_config(config, **settings)
+        return auto_class.from_pretrained(
+            flags.model_name_or_path,
+            config=config,
+            revision=flags.model_revision,
+            token=token,
+            ignore_mismatched_sizes=ignore_mismatched_sizes,
+            **settings,
+        )
 
 
 def row_length(flags: Any, tokenizer, longest: int) -> int:
@@ -147,8 +167,8 @@ def row_length(flags: Any, tokenizer, longest: int) -> int:
 
 
 def check_vocabulary(tokenizer, config) -> None:
-    """Raise `UsageError` where the tokenizer has ids that the model has not."""
-    if len(tokenizer) > config.vocab_size:
+    """Raise `UsageError` where the tokenizer, if there is one, has ids that the model has not."""
+    if tokenizer is not None and len(tokenizer) > config.vocab_size:
         raise UsageError(
             f"The tokenizer has {len(tokenizer)} tokens and the model a vocab_size of {config.vocab_size}: take the "
             "tokenizer of the model, or a larger vocab_size in the config."

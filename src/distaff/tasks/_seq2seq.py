@@ -19,9 +19,12 @@ from distaff.core.errors import UsageError
 from distaff.core.processes import is_first
 from distaff.core.tree import Tree
 from distaff.data.batches import Batches
+from distaff.data.pairs import PairCollate
 from distaff.models._seq2seq import shift_tokens_right
+from distaff.models.auto import FlaxAutoModelForSeq2SeqLM
 from distaff.nn.vocabulary import cross_entropy_sum, score_sums
 from distaff.tasks import _folder, _placement
+from distaff.tasks import _planned as planned
 from distaff.tasks import _recipe as recipe
 from distaff.tasks._flags import check_epsilon
 from distaff.tasks._pairs import (
@@ -31,6 +34,7 @@ from distaff.tasks._pairs import (
     Task,
     generate_texts,
     hold_out,
+    lengths_of,
     make_batches,
     prepare_model,
     read_pairs,
@@ -172,6 +176,18 @@ def evaluate_only(flags: Seq2SeqFlags, task: Task) -> int:
     for name, value in named.items() if is_first() else ():
         print(f"{name} = {value:.6g}")
     return 0
+
+
+def plan(flags: Seq2SeqFlags, mesh: Mesh) -> planned.Planned:
+    """Return the step of a training on `mesh`, as shapes, with sources and targets of the greatest lengths."""
+    model, tokenizer = planned.text_model(FlaxAutoModelForSeq2SeqLM, flags, mesh)
+    if model.decoder_start_token_id is None:
+        model.config.decoder_start_token_id = tokenizer.eos_token_id
+    lengths = lengths_of(flags, tokenizer, model.longest_input)
+    rows = planned.rows_of(tokenizer, input_ids=lengths.source, labels=lengths.target)
+    count = recipe.rows_a_step(flags, mesh)[0]
+    batch = planned.batch_of(PairCollate(0, lengths.target), rows, count=count, length=lengths.source)
+    return planned.Planned(model=model, loss_fn=loss_function(flags, model), batch=batch, scored=lengths.target)
 
 
 def loss_function(flags: Seq2SeqFlags, model):

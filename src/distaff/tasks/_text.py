@@ -10,13 +10,16 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from distaff.core.errors import DataError, UsageError
 from distaff.core.processes import is_first
 from distaff.data.documents import check_joining
 from distaff.tasks import _folder, _placement
+from distaff.tasks import _planned as planned
 from distaff.tasks import _recipe as recipes
 from distaff.tasks._flags import check_dtypes, check_epsilon
+from distaff.tasks._planned import Planned
 from distaff.tasks._text_data import Rows, TextData, make_data
 from distaff.train import evaluate, fit, make_optimizer
 
@@ -92,6 +95,20 @@ def train(recipe: TextRecipe, flags: Any) -> int:
         step=result.step,
     )
     return 0
+
+
+def plan(recipe: TextRecipe, flags: Any, mesh: Mesh) -> Planned:
+    """Return the step of a training on `mesh`, as shapes. Without --tokenizer_name none is needed."""
+    check_training(flags)
+    named = recipes.load_tokenizer(flags, flags.hub_token) if flags.tokenizer_name else None
+    with recipes.shapes_only(mesh):
+        model = recipe.model(flags, named)
+    tokenizer = planned.stand_in(model.config) if named is None else named
+    rows = recipe.rows(flags, tokenizer, model)
+    made = planned.rows_of(tokenizer, input_ids=rows.block, word_start=rows.block)
+    batch = planned.batch_of(rows.collate, made, count=recipes.rows_a_step(flags, mesh)[0], length=rows.block)
+    scored = next(name for name in ("masked_positions", "labels", "input_ids") if name in batch)
+    return Planned(model=model, loss_fn=rows.loss_fn, batch=batch, scored=batch[scored].shape[1])
 
 
 def measure(rows: Rows, params, data: TextData, mesh) -> dict[str, float]:

@@ -64,5 +64,6 @@ RECIPE = text.TextRecipe(
     model=partial(text.model_of, FlaxAutoModelForSeq2SeqLM),
     rows=bart_rows,
 )
+plan = partial(text.plan, RECIPE)
 train = partial(denoise.train, RECIPE)
 evaluate_only = partial(text.evaluate_only, RECIPE)

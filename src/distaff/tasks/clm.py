@@ -133,5 +133,6 @@ RECIPE = text.TextRecipe(
     rows=clm_rows,
     saved_tokenizer=prompting_tokenizer,
 )
+plan = partial(text.plan, RECIPE)
 train = partial(text.train, RECIPE)
 evaluate_only = partial(text.evaluate_only, RECIPE)

@@ -26,9 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from transformers import AutoConfig
 
 from distaff.core.errors import UsageError
+from distaff.core.tree import flatten
 from distaff.data.masking import MlmCollate
 from distaff.hub import resolve
 from distaff.models.auto import FlaxAutoModelForMaskedLM, FlaxAutoModelForPreTraining
@@ -184,6 +186,18 @@ class Pair:
         """Both, by the names of their parameters."""
         return {"discriminator": self.discriminator, "generator": self.generator}
 
+    @property
+    def params_shape_tree(self) -> dict[str, Any]:
+        """Shapes of the parameters of both."""
+        generator = without_embeddings(self.generator.params_shape_tree)
+        return {"discriminator": self.discriminator.params_shape_tree, "generator": generator}
+
+    def param_shardings(self, mesh: Mesh) -> dict[str, Any]:
+        """Return by path where each parameter lies on `mesh`."""
+        every = [(name, model.param_shardings(mesh)) for name, model in self.models.items()]
+        found = {f"{name}/{path}": sharding for name, paths in every for path, sharding in paths.items()}
+        return {path: found[path] for path in flatten(self.params_shape_tree)}
+
     def hand_over(self) -> dict[str, Any]:
         """Return the parameters of both, which keep none."""
         generator = without_embeddings(self.generator.hand_over())
@@ -282,5 +296,6 @@ def electra_rows(flags: ElectraFlags, tokenizer, pair: Pair) -> Rows:
 
 
 RECIPE = text.TextRecipe(name="electra", task=None, model=load_pair, rows=electra_rows, data=make_data)
+plan = partial(text.plan, RECIPE)
 train = partial(text.train, RECIPE)
 evaluate_only = partial(text.evaluate_only, RECIPE)

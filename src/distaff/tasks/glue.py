@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from distaff.core.errors import DataError, UsageError, listed
 from distaff.data.batches import Batches
@@ -44,6 +45,7 @@ from distaff.data.packing import PackedBatches
 from distaff.data.text import check_ids, split_validation
 from distaff.models.auto import FlaxAutoModelForSequenceClassification
 from distaff.tasks import _finetune as finetune
+from distaff.tasks import _planned as planned
 from distaff.tasks import _recipe as recipes
 from distaff.tasks._class_losses import classification_loss, count_tokens, logits_of, regression_loss
 from distaff.tasks._class_scores import CLASS_FIGURES, NUMBER_FIGURES, class_figures, number_figures
@@ -365,6 +367,21 @@ def prepare(flags: GlueFlags, sizes: tuple[int, int]) -> Finetuning:
         labelled=lambda held: held.rows.labelled,
         tokens=count_tokens,
     )
+
+
+def plan(flags: GlueFlags, mesh: Mesh) -> planned.Planned:
+    """Return the step of a training on `mesh`, as shapes, with rows of the greatest length."""
+    if flags.pack_texts:
+        raise UsageError("'distaff fit' knows no packed rows, whose number is the texts': leave --pack_texts out.")
+    model, tokenizer = planned.text_model(FlaxAutoModelForSequenceClassification, flags, mesh)
+    labels = labels_of(model.config, None, flags.problem_type)
+    length = recipes.row_length(flags, tokenizer, model.longest_input or recipes.LONGEST_BY_DEFAULT)
+    types = {"token_type_ids": length} if has_types(tokenizer, model.config) else {}
+    rows = planned.rows_of(tokenizer, input_ids=length, **types)
+    rows = planned.with_values(rows, target=np.float32(0) if labels.regression else np.int32(0))
+    count = recipes.rows_a_step(flags, mesh)[0]
+    batch = planned.batch_of(LabelledCollate(0), rows, count=count, length=length)
+    return finetune.planned_step(flags, model, loss_of(flags, model, labels, None), batch)
 
 
 RECIPE = finetune.Recipe(name="glue", task="text-classification", prepare=prepare)

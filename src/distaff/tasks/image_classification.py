@@ -24,11 +24,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from distaff.core.tree import Tree
 from distaff.tasks import _finetune
+from distaff.tasks import _planned as planned
 from distaff.tasks import _recipe as recipe
-from distaff.tasks._images import ImageClassificationFlags, make_batches, prepare_model, read_images
+from distaff.tasks._images import (
+    ImageClassificationFlags,
+    collation,
+    made_images,
+    make_batches,
+    names_of,
+    prepare_model,
+    read_images,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +142,18 @@ def prepare(flags: ImageClassificationFlags, sizes: tuple[int, int]) -> _finetun
         tests=held_out(images.test),
         labelled=labelled,
     )
+
+
+def plan(flags: ImageClassificationFlags, mesh: Mesh) -> planned.Planned:
+    """Return the step of a training on `mesh`, as shapes."""
+    flags.check_training()
+    config = recipe.load_config(flags, None, flags.hub_token)
+    with recipe.shapes_only(mesh):
+        model, preprocess = prepare_model(flags, config, names_of(config))
+    count = recipe.rows_a_step(flags, mesh)[0]
+    batch = planned.batch_of(collation(flags, preprocess, train=True), made_images(preprocess), count=count)
+    classifier = Classifier(model.module, flags.label_smoothing_factor)
+    return _finetune.planned_step(flags, model, classifier.loss, batch)
 
 
 RECIPE = _finetune.Recipe(name="image-classification", task="image-classification", prepare=prepare)

@@ -120,5 +120,6 @@ def make_data(flags: MlmFlags, tokenizer, rows: Rows, *, vocab_size: int, sizes:
 RECIPE = text.TextRecipe(
     name="mlm", task="fill-mask", model=partial(text.model_of, FlaxAutoModelForMaskedLM), rows=mlm_rows, data=make_data
 )
+plan = partial(text.plan, RECIPE)
 train = partial(text.train, RECIPE)
 evaluate_only = partial(text.evaluate_only, RECIPE)

@@ -24,6 +24,7 @@ import datasets
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from distaff.core.errors import UsageError, listed
 from distaff.core.tree import Tree
@@ -36,6 +37,7 @@ from distaff.data.tagging import TagCollate, WordTags, tags_of_words, tokenize_s
 from distaff.data.text import check_ids, split_validation
 from distaff.models.auto import FlaxAutoModelForTokenClassification
 from distaff.tasks import _finetune, _folder
+from distaff.tasks import _planned as planned
 from distaff.tasks import _recipe as recipe
 from distaff.tasks._finetune import Finetuning, HeldOut, Outputs
 from distaff.tasks._finetune_flags import FinetuneTextFlags
@@ -328,6 +330,17 @@ def make_batches(
         process_count=jax.process_count(),
     )
     return HeldOut(batches, Tagged(sentences, rows))
+
+
+def plan(flags: NerFlags, mesh: Mesh) -> planned.Planned:
+    """Return the step of a training on `mesh`, as shapes, with rows of the greatest length."""
+    model, tokenizer = planned.text_model(FlaxAutoModelForTokenClassification, flags, mesh)
+    length = recipe.row_length(flags, tokenizer, model.longest_input or recipe.LONGEST_BY_DEFAULT)
+    rows = planned.rows_of(tokenizer, input_ids=length, labels=length)
+    count = recipe.rows_a_step(flags, mesh)[0]
+    batch = planned.batch_of(TagCollate(0), rows, count=count, length=length)
+    loss_fn = partial(ner_loss, model.module, label_smoothing=flags.label_smoothing_factor)
+    return _finetune.planned_step(flags, model, loss_fn, batch)
 
 
 RECIPE = _finetune.Recipe(name="ner", task="token-classification", prepare=prepare)

@@ -19,13 +19,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
 from distaff.core.errors import UsageError
 from distaff.core.tree import Tree
 from distaff.data.spans import SpanSettings
+from distaff.data.windows import WindowCollate
 from distaff.models._seq2seq import shift_tokens_right
 from distaff.models.auto import FlaxAutoModelForQuestionAnswering
+from distaff.question_pipelines import takes_token_types
 from distaff.tasks import _finetune as finetune
+from distaff.tasks import _planned as planned
 from distaff.tasks import _recipe as recipes
 from distaff.tasks._finetune_flags import FinetuneTextFlags
 from distaff.tasks._flags import check_positive, flag
@@ -158,6 +163,18 @@ def prepare(flags: QaFlags, sizes: tuple[int, int]) -> finetune.Finetuning:
         labelled=lambda held_out: held_out.rows.labelled,
         tokens=lambda batch: int(batch["attention_mask"].sum()),
     )
+
+
+def plan(flags: QaFlags, mesh: Mesh) -> planned.Planned:
+    """Return the step of a training on `mesh`, as shapes, with windows of the greatest length."""
+    model, tokenizer = planned.text_model(FlaxAutoModelForQuestionAnswering, flags, mesh)
+    length = Windows(flags, model, tokenizer).length
+    types = {"token_type_ids": length} if takes_token_types(model, tokenizer) else {}
+    rows = planned.rows_of(tokenizer, input_ids=length, first=length, **types)
+    rows = planned.with_values(rows, null=np.int32(0), start=np.int32(0), end=np.int32(0))
+    count = recipes.rows_a_step(flags, mesh)[0]
+    batch = planned.batch_of(WindowCollate(0), rows, count=count, length=length)
+    return finetune.planned_step(flags, model, partial(qa_loss, model, flags.label_smoothing_factor), batch)
 
 
 RECIPE = finetune.Recipe(name="qa", task="question-answering", prepare=prepare)

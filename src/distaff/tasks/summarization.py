@@ -59,6 +59,9 @@ def summarization(flags: SummarizationFlags) -> Task:
     )
 
 
+plan = seq2seq.plan
+
+
 def train(flags: SummarizationFlags) -> int:
     """Train, evaluate and write the folder."""
     return seq2seq.train(flags, summarization(flags))

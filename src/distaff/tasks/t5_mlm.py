@@ -67,5 +67,6 @@ def t5_rows(flags: T5MlmFlags, tokenizer, model) -> Rows:
 RECIPE = text.TextRecipe(
     name="t5-mlm", task="text2text-generation", model=partial(text.model_of, FlaxAutoModelForSeq2SeqLM), rows=t5_rows
 )
+plan = partial(text.plan, RECIPE)
 train = partial(denoise.train, RECIPE)
 evaluate_only = partial(text.evaluate_only, RECIPE)

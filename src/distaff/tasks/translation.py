@@ -79,6 +79,9 @@ def translation(flags: TranslationFlags) -> Task:
     )
 
 
+plan = seq2seq.plan
+
+
 def train(flags: TranslationFlags) -> int:
     """Train, evaluate and write the folder."""
     return seq2seq.train(flags, translation(flags))

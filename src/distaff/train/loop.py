@@ -24,6 +24,7 @@ from distaff.core.tree import Tree
 from distaff.train.best import Best
 from distaff.train.checkpoint import Checkpoints, complete_steps, read_trained, restore
 from distaff.train.config import LoopConfig
+from distaff.train.exhausted import memory_errors
 from distaff.train.log import Terminal, check_reporters, make_sinks
 from distaff.train.measure import Compilations
 from distaff.train.metrics import StepMetrics
@@ -111,10 +112,11 @@ def fit(
     mesh = make_mesh() if mesh is None else mesh
     output = None if config.output_dir is None else Path(config.output_dir)
     source = _find_source(config, output)
-    given = params() if callable(params) else params
     begun: dict[str, Any] = {"seed": config.seed, "averaged": config.ema_decay is not None}
-    state = create_state(given, tx, mesh=mesh, shardings=param_shardings, carried=carried, **begun)
-    del given  # the run has its own copy
+    with memory_errors("the state of a training"):
+        given = params() if callable(params) else params
+        state = create_state(given, tx, mesh=mesh, shardings=param_shardings, carried=carried, **begun)
+        del given  # the run has its own copy
     state, meta = _restored(state, source, config=config, batches=batches, filled=filled)
     best = _best_before(config, meta, output, source)
     if output is not None and source is not None:
@@ -157,6 +159,7 @@ def _best_before(
     return best
 
 
+@memory_errors("a training step or an evaluation")
 def _drive(
     hooks: Hooks,
     *,

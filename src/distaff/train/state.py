@@ -1,5 +1,6 @@
 """What a training step carries from one step to the next."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -77,6 +78,35 @@ def create_state(
         rng=jax.jit(lambda: jax.random.key(seed), out_shardings=whole)(),
         carried=None if carried is None else copied(carried, jax.tree.map(lambda _: whole, carried)),
         average=jax.jit(start_average, out_shardings=shardings)(params) if averaged else None,
+    )
+
+
+def planned_state(
+    params: Tree,
+    tx: optax.GradientTransformation,
+    *,
+    mesh: Mesh,
+    shardings: Tree,
+    carried: Tree = None,
+    averaged: bool = False,
+) -> TrainState:
+    """Return the shapes, dtypes and shardings of what `create_state` makes of parameters of the shapes `params`.
+
+    Nothing is allocated, and the devices of `mesh` need not be there.
+    """
+    whole = replicated(mesh)
+    opt_state = jax.eval_shape(tx.init, params)
+    average = jax.eval_shape(start_average, params) if averaged else None
+    arrays: dict[str, Any] = {
+        "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
+        "rng": _with_sharding(jax.eval_shape(partial(jax.random.key, 0)), whole),
+        "carried": None if carried is None else jax.tree.map(lambda leaf: _with_sharding(leaf, whole), carried),
+        "average": None if average is None else jax.tree.map(_with_sharding, average, shardings),
+    }
+    return TrainState(
+        params=jax.tree.map(_with_sharding, params, shardings),
+        opt_state=jax.tree.map(_with_sharding, opt_state, opt_state_shardings(opt_state, params, shardings, mesh)),
+        **arrays,
     )
 
 

@@ -99,6 +99,19 @@ def place_rows(batch: Tree, mesh: Mesh, *, accumulation: int = 1) -> Tree:
     return place(rows, batch_sharding(mesh, leading=1))
 
 
+def planned_rows(batch: Tree, mesh: Mesh, *, accumulation: int = 1) -> Tree:
+    """Return what `place_rows` makes of a batch, as shapes; its leaves need a shape and a dtype alone."""
+    sharding = batch_sharding(mesh, leading=int(accumulation > 1))
+
+    def planned(leaf: Any) -> jax.ShapeDtypeStruct:
+        rows, *rest = leaf.shape
+        leading = (rows,) if accumulation == 1 else (accumulation, rows // accumulation)
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct((*leading, *rest), dtype, sharding=sharding)
+
+    return jax.tree.map(planned, batch)
+
+
 def place_eval_rows(batch: Tree, mesh: Mesh) -> Tree:
     """Like `place_rows`, but rows that do not divide over the devices go whole to each (in one process only)."""
     rows = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim}
