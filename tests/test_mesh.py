@@ -137,7 +137,8 @@ def test_every_mesh_trains_alike(kind, capfd):
                 padding = [(0, more - size) for size, more in zip(array.shape, theirs[path].shape)]
                 wanted = np.pad(array, padding)
                 np.testing.assert_allclose(theirs[path], wanted, atol=1e-5, err_msg=f"{sizes} {path}")
-    # The compiler says so where it has to bring a whole array to every device to lay it out anew.
+    # The compiler says so where it has to bring a whole array to every device to lay it out anew. It says it
+    # when it compiles: programs that come from the cache say nothing.
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
 

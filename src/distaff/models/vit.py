@@ -17,6 +17,7 @@ from distaff.models._outputs import FlaxBaseModelOutputWithPooling, FlaxSequence
 from distaff.models._vision import FlaxVisionModel, check_pixels, check_positive, pair_of
 from distaff.nn.act import ACTIVATIONS
 from distaff.nn.dropout import Dropout
+from distaff.nn.heads import first_token
 from distaff.nn.layer import LayerInputs, TransformerLayer
 from distaff.nn.norm import LayerNorm
 from distaff.nn.patches import PatchEmbedding, resized_positions
@@ -158,7 +159,7 @@ class ViTModule(nn.Module):
         if self.add_pooling_layer:
             init = nn.initializers.normal(config.initializer_range)
             dense = nn.Dense(config.pooler_output_size, kernel_init=init, **dtypes, name="pooler")
-            pooled = ACTIVATIONS[config.pooler_act](dense(last[:, 0]))
+            pooled = ACTIVATIONS[config.pooler_act](dense(first_token(last)))
         return FlaxBaseModelOutputWithPooling(last, pooled, outputs.hidden_states, outputs.attentions)
 
 
@@ -199,7 +200,7 @@ class ViTForImageClassificationModule(nn.Module):
             name="classifier",
         )
         assert outputs.last_hidden_state is not None
-        logits = classifier(outputs.last_hidden_state[:, 0])
+        logits = classifier(first_token(outputs.last_hidden_state))
         return FlaxSequenceClassifierOutput(logits, outputs.hidden_states, outputs.attentions)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from distaff.core.mesh import constrain
 from distaff.nn.act import ACTIVATIONS
 from distaff.nn.norm import LayerNorm
 from distaff.nn.vocabulary import Projection
@@ -13,7 +14,7 @@ from distaff.nn.vocabulary import Projection
 
 def gather_positions(hidden: jax.Array, positions: jax.Array) -> jax.Array:
     """Return `[batch, count, embed]`: the rows of `hidden` `[batch, length, embed]` at `positions` `[batch, count]`."""
-    return jnp.take_along_axis(hidden, positions[..., None], axis=1)
+    return constrain(jnp.take_along_axis(hidden, positions[..., None], axis=1), "batch", None, None)
 
 
 def first_token(hidden: jax.Array, positions: jax.Array | None = None) -> jax.Array:
@@ -21,7 +22,9 @@ def first_token(hidden: jax.Array, positions: jax.Array | None = None) -> jax.Ar
 
     Packed rows hold several texts, which start at `positions` `[batch, texts]`: then `[batch, texts, embed]`.
     """
-    return hidden[:, 0] if positions is None else gather_positions(hidden, positions)
+    if positions is not None:
+        return gather_positions(hidden, positions)
+    return constrain(hidden[:, 0], "batch", None)
 
 
 class Decoder(nn.Module):
