@@ -78,7 +78,7 @@ def blocks(query, key, value, sight):
     return attend_in_blocks(query, key, value, sight, block=8)
 
 
-def compared(name, attend, reference, dtype=jnp.float32, tolerance=1e-5):
+def assert_alike(name, attend, reference, dtype=jnp.float32, tolerance=1e-5):
     both = jax.jit(lambda: [run(each, *CASES[name], dtype) for each in (attend, reference)])()
     for found, expected in zip(*both, strict=True):
         assert found.dtype == expected.dtype
@@ -90,7 +90,7 @@ def compared(name, attend, reference, dtype=jnp.float32, tolerance=1e-5):
 
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_change_nothing(name):
-    compared(name, blocks, eager)
+    assert_alike(name, blocks, eager)
 
 
 def test_rows_and_heads_may_lie_on_several_devices():
@@ -115,7 +115,7 @@ def test_rows_and_heads_may_lie_on_several_devices():
 
 
 def test_bfloat16_is_close():
-    compared("causal, relative", blocks, eager, jnp.bfloat16, 3e-2)
+    assert_alike("causal, relative", blocks, eager, jnp.bfloat16, 3e-2)
 
 
 def test_statistics_are_float32():
@@ -130,7 +130,7 @@ def test_the_library_changes_nothing(name):
     def library(*arrays):
         return attend_by_library(*arrays, implementation="xla", dropout_rate=0.0)
 
-    compared(name, library, eager)
+    assert_alike(name, library, eager)
 
 
 def test_dropout_is_that_of_the_drawn_factors():
@@ -152,4 +152,4 @@ def test_dropout_is_that_of_the_drawn_factors():
         bias = sight.bias(37, 37)
         return attend(query, key, value, bias=bias, scale=1.0, dropout=lambda weights: weights * whole)[0]
 
-    compared("causal, relative", dropped, reference)
+    assert_alike("causal, relative", dropped, reference)

@@ -174,6 +174,15 @@ def test_a_recipe_that_is_not_utf_8_is_one_sentence(tmp_path, capsys):
     assert "recipe.yaml' is not UTF-8" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--help"], ["predict", "--help"], ["--version"]])
+def test_help_that_nobody_reads(words):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([DISTAFF, *words], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_output_that_nobody_reads_or_that_lacks_characters(tmp_path):
     """`| head -1`, and a terminal that knows ASCII alone."""
     folder = tiny_folder(tmp_path)

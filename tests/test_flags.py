@@ -512,7 +512,7 @@ class Bench:
         words += f" --model_type {self.recipe.model_type} --config_overrides {{shape}} --output_dir {{fresh}}"
         return words if self.recipe.data == "images" else f"{words} --tokenizer_name {self.corpus / 'train-tokenizer'}"
 
-    def show(self, command, flag, case):
+    def assert_changes(self, command, flag, case):
         """Assert that the flag changes what it is said to change."""
         before = self.run(command, *case.also.split())
         after = self.run(command, *case.also.split(), f"--{flag}", *case.words.split())
@@ -572,7 +572,7 @@ def test_every_flag_is_here(command, recipe):
 
 @pytest.mark.parametrize(("command", "recipe", "flag"), NAMES)
 def test_a_flag_changes_what_it_names(bench, command, recipe, flag):
-    bench(recipe).show(command, flag, cases(command, recipe)[flag])
+    bench(recipe).assert_changes(command, flag, cases(command, recipe)[flag])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

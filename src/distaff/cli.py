@@ -132,17 +132,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = _take(words, "--debug")
     huge_pages = not _take(words, "--no_hugepages")
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(usage())
-        return 0
-    group = [name for name in COMMANDS if name[0] == words[0]]
-    if len(group) > 1 and words[1:2] in (["-h"], ["--help"], ["help"]):
-        print(usage(group))
-        return 0
-    if words[0] in ("-V", "--version"):
-        print(importlib.import_module("importlib.metadata").version("distaff"))
-        return 0
     try:
+        told = about(words)
+        if told is not None:
+            print(told, flush=True)
+            return 0
         name, command = find_command(words)
         rest = words[len(name) :]
         if huge_pages and arguments is None and not {"-h", "--help"} & set(rest):
@@ -163,6 +157,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read the output has left, as `head` does; what is still buffered goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # what a shell gives a process that SIGPIPE ended
+
+
+def about(words: Sequence[str]) -> str | None:
+    """Return the list of commands or the version, where `words` ask for one of them."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        return usage()
+    group = [name for name in COMMANDS if name[0] == words[0]]
+    if len(group) > 1 and words[1:2] in (["-h"], ["--help"], ["help"]):
+        return usage(group)
+    if words[0] in ("-V", "--version"):
+        return importlib.import_module("importlib.metadata").version("distaff")
+    return None
 
 
 def usage(names: Collection[tuple[str, ...]] = COMMANDS) -> str:

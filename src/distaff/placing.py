@@ -1,5 +1,6 @@
 """Where a model's parameters lie on a mesh, from the logical axes of their rows."""
 
+import abc
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ from distaff.core.tree import Tree, flatten
 from distaff.weights import Leaf
 
 
-class Placed:
+class Placed(abc.ABC):
     """What `FlaxPreTrainedModel` knows of meshes."""
 
     config: Any
@@ -19,13 +20,14 @@ class Placed:
     _params: Tree | None
 
     @property
+    @abc.abstractmethod
     def params(self) -> Tree:
         """The parameters."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def _table(self) -> dict[str, Leaf]:
-        raise NotImplementedError
+        """The rows of each parameter by '/'-path."""
 
     def param_shardings(self, mesh: Mesh) -> dict[str, NamedSharding]:
         """Return by '/'-path where each parameter lies on `mesh`, from the logical axes of its row."""
