@@ -54,14 +54,14 @@ LAYOUTS = {
     "scanned-dots": (True, "dots"),
     "scanned-full": (True, "full"),
 }
-ROWS, LENGTH, WIDTH, WORDS = 8, 128, 256, 8192
+WIDTH = 256
 
 
-def prepare(layout: str, depth: int):
+def prepare(layout: str, depth: int, *, rows: int, length: int, vocab: int):
     """Return the state, a batch and the jitted step."""
     scan, remat = LAYOUTS[layout]
     config = GPT2Config(
-        vocab_size=WORDS, n_positions=LENGTH, n_embd=WIDTH, n_layer=depth, n_head=4, bos_token_id=0, eos_token_id=0
+        vocab_size=vocab, n_positions=1024, n_embd=WIDTH, n_layer=depth, n_head=4, bos_token_id=0, eos_token_id=0
     )
     model = FlaxGPT2LMHeadModel(config, scan_layers=scan, gradient_checkpointing=remat)
     tx, schedule = make_optimizer(
@@ -72,8 +72,8 @@ def prepare(layout: str, depth: int):
     mesh = make_mesh()
     state = create_state(model.params, tx, mesh=mesh)
     step = make_train_step(partial(clm_loss, model.module), tx, state=state, schedule=schedule)
-    ids = np.random.default_rng(0).integers(0, WORDS, (ROWS, LENGTH)).astype(np.int32)
-    return state, place_rows({"input_ids": ids, "weights": np.ones(ROWS, np.float32)}, mesh), step
+    ids = np.random.default_rng(0).integers(0, vocab, (rows, length)).astype(np.int32)
+    return state, place_rows({"input_ids": ids, "weights": np.ones(rows, np.float32)}, mesh), step
 
 
 def timed(work) -> tuple:
@@ -87,10 +87,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layout", choices=LAYOUTS, default="looped")
     parser.add_argument("--depth", type=int, default=6)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--hlo", help="File for the compiled program.")
     flags = parser.parse_args()
-    state, batch, step = prepare(flags.layout, flags.depth)
+    state, batch, step = prepare(flags.layout, flags.depth, rows=flags.rows, length=flags.length, vocab=flags.vocab)
     (lowered, trace_s, _) = timed(lambda: step.lower(state, batch))
     (compiled, compile_s, compile_cpu_s) = timed(lowered.compile)
     if flags.hlo:

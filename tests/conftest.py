@@ -1,6 +1,7 @@
 """Eight simulated devices, strict rank promotion and a compilation cache for every test."""
 
 import gc
+import importlib
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,9 +17,6 @@ from pathlib import Path
 
 import jax
 import pytest
-
-from distaff.core.mesh import make_mesh, parse_mesh
-from distaff.tasks import _recipe as recipe
 
 pytest.register_assert_rewrite("battery")
 
@@ -41,27 +39,37 @@ def programs_of_a_file():
 
 @pytest.fixture(scope="session", autouse=True)
 def one_device_by_default():
-    """Recipes without `--mesh` run on one of the eight devices: programs for all of them take several times as long
-    to compile and to run on one processor. Tests of many devices name them."""
+    """Recipes without `--mesh`, and `fit` and `evaluate` without a mesh, run on one of the eight devices.
+
+    Programs for all of them take several times as long to compile and to run on one processor. Tests of many devices
+    name them."""
+    # Here, because the process that deals the tests out imports this file too, and runs none.
+    from distaff.core.mesh import make_mesh, parse_mesh
+    from distaff.tasks import _recipe as recipe
+
+    def mesh_of(flags):
+        return parse_mesh(flags.mesh, devices=jax.devices() if flags.mesh else jax.devices()[:1])
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe, "mesh_of", lambda flags: parse_mesh(flags.mesh, devices=devices_for(flags.mesh)))
+        patch.setattr(recipe, "mesh_of", mesh_of)
+        for name in ("loop", "evaluate", "collect"):
+            # By their names as modules: two of them are those of functions too.
+            module = importlib.import_module(f"distaff.train.{name}")
+            patch.setattr(module, "make_mesh", lambda: make_mesh(devices=jax.devices()[:1]))
         yield
 
 
 @pytest.fixture
 def run_on(monkeypatch):
     """A function that sets on how many devices the recipes of a test run."""
+    from distaff.core.mesh import make_mesh
+    from distaff.tasks import _recipe as recipe
 
     def choose(count: int) -> None:
         mesh = make_mesh(devices=jax.devices()[:count])
         monkeypatch.setattr(recipe, "mesh_of", lambda flags: mesh)
 
     return choose
-
-
-def devices_for(mesh: str | None) -> list:
-    """All devices for a mesh that is named, else the first."""
-    return jax.devices() if mesh else jax.devices()[:1]
 
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
