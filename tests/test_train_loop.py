@@ -386,6 +386,14 @@ def test_folders_and_resume_flags_that_do_not_fit(tmp_path):
     run(tmp_path / "run", steps=1, overwrite=True)
     assert complete_steps(tmp_path / "run" / "checkpoints") == [1]
     assert len(lines(tmp_path / "run")) == 1
+    # Of a run elsewhere: the steps, the log and the best of two runs would be one.
+    run(tmp_path / "other", steps=3)
+    with pytest.raises(UsageError, match="already holds checkpoints up to step 1"):
+        run(tmp_path / "run", resume=tmp_path / "other")
+    run(tmp_path / "over", steps=1)
+    run(tmp_path / "over", steps=4, resume=tmp_path / "other", overwrite=True)
+    assert complete_steps(tmp_path / "over" / "checkpoints") == [4]
+    assert [line["step"] for line in lines(tmp_path / "over")] == [4]
     with pytest.raises(CheckpointError, match="holds no position for these batches"):
         run(tmp_path / "run", data=Stream(), resume="newest")
     with pytest.raises(CheckpointError, match="does not fit this run"):

@@ -32,6 +32,7 @@ from distaff.train.prefetch import Batches, position_of
 from distaff.train.resume import (
     CHECKPOINTS,
     find_checkpoint,
+    goes_on_in,
     identity_of,
     leave_behind,
     prepare_output,
@@ -234,7 +235,9 @@ def _find_source(config: LoopConfig, output: Path | None) -> tuple[Path, int | N
     def find() -> tuple[str, int | None] | None:
         source = None if config.resume is None else find_checkpoint(config.resume, output)
         if output is not None:
-            prepare_output(output, resume=source is not None, overwrite=config.overwrite)
+            # Beside its own steps those of another run would be taken for its, the best one among them.
+            resume = source is not None and goes_on_in(output, config.resume)
+            prepare_output(output, resume=resume, overwrite=config.overwrite)
         return None if source is None else (str(source[0]), source[1])
 
     found = agreed(find)

@@ -46,7 +46,17 @@ def find_checkpoint(resume: str | Path, output_dir: Path | None) -> tuple[Path, 
     for folder in (path / CHECKPOINTS, path):
         if complete_steps(folder):
             return folder, None
-    raise UsageError(f"{path} neither is nor holds a complete checkpoint to resume from.")
+    raise UsageError(
+        f"{path} neither is nor holds a complete checkpoint to resume from: name the folder of a run, or one of its "
+        f"{CHECKPOINTS}."
+    )
+
+
+def goes_on_in(output_dir: Path, resume: str | Path | None) -> bool:
+    """Tell whether `resume` means checkpoints in `output_dir` itself, and not those of a run in another folder."""
+    if resume in (None, "newest", IF_ANY):
+        return resume is not None
+    return Path(str(resume)).resolve().is_relative_to(output_dir.resolve())
 
 
 def prepare_output(output_dir: Path, *, resume: bool, overwrite: bool) -> None:
