@@ -440,6 +440,8 @@ def test_labels_by_how_they_are_written(tmp_path):
     assert labels(1.0, 2.5) == labels("1", "2.5", name="a.csv") == ()
     assert labels("0", "1", name="b.csv") == ("0", "1")
     assert labels(1.5, "yes") == ("1.5", "yes")
+    # A gap among numbers is no class: the row is named where its number is asked for.
+    assert labels("0.5", "NaN", name="c.csv") == ()
 
 
 def test_whole_numbers_are_ids_of_named_classes(tmp_path):
@@ -464,6 +466,14 @@ def test_parquet_with_numbers_as_labels(tmp_path):
     path = tmp_path / "a.parquet"
     datasets.Dataset.from_dict({"text": ["a", "b"], "label": [3, 4]}).to_parquet(path)
     assert load_labelled(LabelledColumns(), files=str(path)).labels() == ["3", "4"]
+
+
+def test_numbers_that_a_set_of_the_hub_does_not_tell(tmp_path):
+    """Those of STS-B's test set are all -1."""
+    datasets.Dataset.from_dict({"text": ["a", "b"], "label": [-1.0, -1.0]}).save_to_disk(tmp_path / "set")
+    options = {"dataset_name": str(tmp_path / "set")}
+    assert load_labelled(LabelledColumns(need_label=False, keep=True), **options).labels() == [None, None]
+    assert load_labelled(LabelledColumns(), **options).labels() == ["-1.0", "-1.0"]
 
 
 @pytest.mark.parametrize(
