@@ -87,6 +87,13 @@ def test_an_object_is_no_list_of_texts(opened, case):
         opened(task, model)({"text": inputs[0]}, **settings)
 
 
+@pytest.mark.parametrize("case", ["bert-tags-first", "features-bert", "mask", "classes-bert-nli", "labels", "text"])
+def test_half_of_a_character_is_refused(opened, case):
+    task, model, inputs, settings = golden.CASES[case]
+    with pytest.raises(DataError, match=r"Input 1 holds half of a surrogate pair \('\\ud800'\)"):
+        opened(task, model)([inputs[0], "\ud800"], **settings)
+
+
 def test_one_many_a_generator_and_a_file(opened, tmp_path):
     tag = opened("token-classification", "bert-tags")
     texts = [text.replace("\t", " ") for text in golden.TEXTS * 20]
@@ -152,6 +159,10 @@ def test_settings_of_token_classification(opened, folders):
     with pytest.raises(UsageError, match="aggregation_strategy 'best' is none of none, simple"):
         tag("a", aggregation_strategy="best")
     assert_same(tag("Anna", aggregation_strategy="SIMPLE"), tag("Anna", aggregation_strategy="simple"))
+    every = tag("Anna", ignore_labels=[])
+    kind = every[0]["entity"]
+    assert_same(tag("Anna", ignore_labels=kind), [each for each in every if each["entity"] != kind])
+    assert_same(tag("Anna", ignore_labels=None), tag("Anna"))
     with pytest.raises(UsageError, match="did you mean 'aggregation_strategy'"):
         tag("a", agregation_strategy="first")
     with pytest.raises(UsageError, match="no setting 'device'"):
