@@ -338,8 +338,11 @@ def test_a_line_of_json_for_each_text(opened, folders, tmp_path, capsys, monkeyp
     expected = [{"text": text, "entities": tag(text, aggregation_strategy="first")} for text in texts]
     assert_same(printed(capsys, *command[:2], *texts, *command[2:]), expected)
     path = tmp_path / "texts.jsonl"
-    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    assert_same(printed(capsys, *command, "--file", path), expected)
+    path.write_text("\n".join(json.dumps({"text": text}) for text in [texts[0], "", texts[1]]))
+    assert main(["predict", *map(str, command), "--file", str(path)]) == 0
+    shown = capsys.readouterr()
+    assert_same([json.loads(line) for line in shown.out.splitlines()], expected)
+    assert "texts.jsonl: 1 blank rows have no answer." in shown.err
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(texts)))
     assert_same(printed(capsys, *command), expected)
     (row,) = printed(capsys, "feature-extraction", folders["bert"], "a")

@@ -79,8 +79,10 @@ def labels_of(config: Any, train: Labelled | None, problem_type: str | None) -> 
         return Labels(()) if regression else Labels(own)
     written = [label for label in train.labels() if label is not None]
     found = sorted(set(written), key=_order)
-    if problem_type is None:
-        problem_type = REGRESSION if train.names is None and _numbers(found) else CLASSIFICATION
+    if problem_type is None and train.names is None and _numbers(found):
+        # So pandas writes ids of classes too, where a column has a gap.
+        logger.info("Labels as %s are learnt as numbers; --problem_type %s makes classes.", found[0], CLASSIFICATION)
+        problem_type = REGRESSION
     if problem_type == REGRESSION:
         return Labels(())
     names = train.names or tuple(found)
