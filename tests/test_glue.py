@@ -502,6 +502,14 @@ def test_bad_rows_are_named(trained, tmp_path, capsys, name, content, message):
     assert message in one_line(capsys)
 
 
+def test_a_config_whose_labels_do_not_count_from_zero_is_refused(corpus, trained, tmp_path, capsys):
+    config = AutoConfig.from_pretrained(trained, id2label={1: "bad", 2: "good", 3: "mixed"})
+    config.save_pretrained(tmp_path)
+    flags = ("--model_name_or_path", trained, "--config_name", tmp_path, "--validation_file", corpus / "validation.tsv")
+    assert run("eval", *flags) == 2
+    assert "id2label of 1, 2, 3 (numbers from 0 on)" in one_line(capsys)
+
+
 def test_blank_rows_are_left_out_or_kept(trained, tmp_path, capsys):
     path = tmp_path / "a.csv"
     path.write_text("sentence,label\ngood dogs,good\n,bad\nbad dogs,\n")
