@@ -23,6 +23,7 @@ from distaff.core.mesh import make_mesh
 from distaff.train import LoopConfig, OptimizerConfig, fit, make_optimizer, perplexity
 from distaff.train.checkpoint import complete_steps
 from distaff.train.log import Terminal
+from distaff.train.prefetch import Prefetch
 
 TIMINGS = {"tokens_per_second", "examples_per_second", "step_seconds", "peak_memory_mb"}
 ROWS = 16
@@ -360,6 +361,22 @@ def test_a_source_that_hangs_does_not_keep_a_stopped_run(tmp_path):
     release.set()
     assert (result.step, result.interrupted) == (4, signal.SIGTERM)
     assert complete_steps(tmp_path / "checkpoints") == [4]
+
+
+def test_a_second_ctrl_c_while_leaving_still_ends_the_thread():
+    """Python would end it where it is, in the middle of placing a batch, and the process with it."""
+    prefetch, joins = Prefetch(batches, start=0, stop=100, place=lambda batch: batch), []
+
+    def join(timeout):
+        joins.append(timeout)
+        if len(joins) == 1:
+            raise KeyboardInterrupt
+        threading.Thread.join(prefetch._thread, timeout)
+
+    prefetch._thread.join = join
+    with pytest.raises(KeyboardInterrupt), prefetch:
+        pass
+    assert not prefetch._thread.is_alive()
 
 
 def test_outside_the_main_thread_it_trains_without_handlers():
