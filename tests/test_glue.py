@@ -460,6 +460,11 @@ def test_texts_stay_as_they_are(tmp_path):
     assert load_labelled(LabelledColumns(), files=str(tabs)).rows["text"][:] == ['"so" it is', 'the "end']
     tabs.write_text('idx\tsentence\tlabel\n0\t"a ""so"" it is"\t1\n1\tend\t0\n')
     assert load_labelled(LabelledColumns(), files=str(tabs)).rows["text"][:] == ['a "so" it is', "end"]
+    # Quotes that pair by chance do not make one row of three; one that holds a line's end is one row.
+    tabs.write_text('sentence\tlabel\n"so it is\t1\nfine\t0\nthe end"\t1\n')
+    assert load_labelled(LabelledColumns(), files=str(tabs)).rows["text"][:] == ['"so it is', "fine", 'the end"']
+    tabs.write_text('sentence\tlabel\n"two\nlines"\t1\nfine\t0\n')
+    assert load_labelled(LabelledColumns(), files=str(tabs)).rows["text"][:] == ["two\nlines", "fine"]
 
 
 def test_parquet_with_numbers_as_labels(tmp_path):

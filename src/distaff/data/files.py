@@ -9,6 +9,7 @@ import glob
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -199,14 +200,23 @@ def _read_json(path: Path, select: Select) -> Iterator[Row]:
 
 def _read_tsv(path: Path, select: Select) -> Iterator[Row]:
     """Read fields between tabs, which may stand in quotes where the whole file is so; GLUE's own files know none."""
-    quoted = any(line.startswith('"') or '\t"' in line for _, line in _lines(path))
-    if quoted:
-        try:
-            for _ in csv.reader((line for _, line in _lines(path)), delimiter="\t", strict=True):
-                pass
-        except csv.Error:
-            quoted = False
-    yield from _read_csv(path, select, delimiter="\t", quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE)
+    quoting = csv.QUOTE_MINIMAL if _is_quoted(path) else csv.QUOTE_NONE
+    yield from _read_csv(path, select, delimiter="\t", quoting=quoting)
+
+
+def _is_quoted(path: Path) -> bool:
+    """Tell whether fields stand in quotes: the file reads so, and its lines are no rows of their own without.
+
+    A quote that begins one text and one that ends another would make a single row of all that is between them.
+    """
+    if not any(line.startswith('"') or '\t"' in line for _, line in _lines(path)):
+        return False
+    widths = Counter(line.count("\t") for _, line in _lines(path) if line.rstrip("\r\n"))
+    try:
+        rows = sum(map(bool, csv.reader((line for _, line in _lines(path)), delimiter="\t", strict=True)))
+    except csv.Error:
+        return False
+    return len(widths) > 1 or rows == widths.total()
 
 
 def _read_csv(path: Path, select: Select, **dialect: Any) -> Iterator[Row]:

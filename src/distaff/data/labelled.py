@@ -40,7 +40,7 @@ USUAL_LABELS = ("label", "labels")
 # Numbers of rows, which are no text.
 _NUMBERS = ("idx", "id", "index")
 # Goes into the names of cached files: raise it when what they hold changes.
-_FORMAT = 1
+_FORMAT = 2
 _SCHEMA = pa.schema(
     {"text": pa.string(), "pair": pa.string(), "label": pa.string(), "file": pa.int32(), "row": pa.int64()}
 )

@@ -26,7 +26,7 @@ from distaff.data.files import ReadCount, expand_files, read_texts
 logger = logging.getLogger(__name__)
 
 # Goes into the names of cached files: raise it when what they hold changes.
-_FORMAT = 1
+_FORMAT = 2
 _BATCH_ROWS, _BATCH_BYTES = 1000, 4 << 20
 
 
