@@ -408,6 +408,9 @@ def test_folders_and_resume_flags_that_do_not_fit(tmp_path):
     with pytest.raises(UsageError, match="already holds checkpoints up to step 1"):
         run(tmp_path / "run", resume=tmp_path / "other")
     run(tmp_path / "over", steps=1)
+    with pytest.raises(CheckpointError, match="does not fit this run"):
+        run(tmp_path / "over", resume=tmp_path / "other", overwrite=True, adafactor=True)
+    assert complete_steps(tmp_path / "over" / "checkpoints") == [1]  # what is refused overwrites nothing
     run(tmp_path / "over", steps=4, resume=tmp_path / "other", overwrite=True)
     assert complete_steps(tmp_path / "over" / "checkpoints") == [4]
     assert [line["step"] for line in lines(tmp_path / "over")] == [4]

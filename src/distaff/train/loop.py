@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from distaff.train.resume import (
     identity_of,
     leave_behind,
     prepare_output,
+    remove_earlier_run,
     restore_position,
     warn_of_other_data,
     window_from_json,
@@ -119,9 +121,9 @@ def fit(
         state = create_state(given, tx, mesh=mesh, shardings=param_shardings, carried=carried, **begun)
         del given  # the run has its own copy
     state, meta = _restored(state, source, config=config, batches=batches, filled=filled)
+    if output is not None:
+        _clear_way(config, output, source, step=int(jax.device_get(state.step)))
     best = _best_before(config, meta, output, source)
-    if output is not None and source is not None:
-        leave_behind(output, int(jax.device_get(state.step)))
     hooks = Hooks(loss_fn, eval_batches, tokens_per_batch, derived, score, on_log)
     settings: dict[str, Any] = {"accumulation": config.accumulation, "ema_decay": config.ema_decay}
     keep = config.debug_nans
@@ -242,6 +244,14 @@ def _find_source(config: LoopConfig, output: Path | None) -> tuple[Path, int | N
 
     found = agreed(find)
     return None if found is None else (Path(found[0]), found[1])
+
+
+def _clear_way(config: LoopConfig, output: Path, source: tuple[Path, int | None] | None, *, step: int) -> None:
+    """Remove the run that is overwritten, now that nothing was refused, or move what is later than `step` aside."""
+    if config.overwrite and (source is None or not goes_on_in(output, config.resume)):
+        agreed(partial(remove_earlier_run, output))
+    if source is not None:
+        leave_behind(output, step)
 
 
 def _restored(

@@ -60,21 +60,24 @@ def goes_on_in(output_dir: Path, resume: str | Path | None) -> bool:
 
 
 def prepare_output(output_dir: Path, *, resume: bool, overwrite: bool) -> None:
-    """Make `output_dir`. An earlier run in it is refused unless it is resumed, or removed with `overwrite`."""
+    """Make `output_dir`. An earlier run in it is refused unless it is resumed, or to be overwritten."""
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"output_dir {output_dir} cannot be written: {error.strerror}.") from error
-    if overwrite and not resume:
-        for name in (CHECKPOINTS, LEFT_BEHIND, "runs"):
-            shutil.rmtree(output_dir / name, ignore_errors=True)
-        (output_dir / "metrics.jsonl").unlink(missing_ok=True)
     steps = complete_steps(output_dir / CHECKPOINTS)
-    if steps and not resume:
+    if steps and not (resume or overwrite):
         raise UsageError(
             f"{output_dir} already holds checkpoints up to step {steps[-1]}: resume from them, overwrite them, or "
             "choose another output_dir."
         )
+
+
+def remove_earlier_run(output_dir: Path) -> None:
+    """Remove checkpoints and logs of an earlier run."""
+    for name in (CHECKPOINTS, LEFT_BEHIND, "runs"):
+        shutil.rmtree(output_dir / name, ignore_errors=True)
+    (output_dir / "metrics.jsonl").unlink(missing_ok=True)
 
 
 def leave_behind(output_dir: Path, step: int) -> None:
