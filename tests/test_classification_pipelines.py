@@ -63,6 +63,10 @@ def test_texts_over_the_limit(classify, judge):
     assert classify(text, truncation=True)[0]["score"] > 0
     found = judge(text, "cats, rest")
     assert (found["sequence"], len(found["scores"])) == (text, 2)
+    with pytest.raises(DataError, match="of 48 tokens leaves no room for a text in the 48 of the model"):
+        judge("a", ["a " * 48], hypothesis_template="{}")
+    with pytest.raises(DataError, match="Label 1 holds half of a surrogate pair"):
+        judge("a", ["cats", "\ud800"])
 
 
 @pytest.mark.parametrize(

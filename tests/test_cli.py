@@ -1,5 +1,6 @@
 """The command line itself: process set-up, config files, publishing, the quickstart."""
 
+import errno
 import json
 import os
 import shlex
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, RobertaConfig
 
-from distaff import FlaxRobertaForMaskedLM
+from distaff import FlaxRobertaForMaskedLM, cli
 from distaff.cli import main
 from distaff.quickstart import QuickstartFlags, check, masked_sentences, paragraphs, unigram_entropy, write_texts
 from hub_server import HubServer
@@ -213,6 +214,46 @@ def test_a_save_that_fails_is_one_sentence(tmp_path):
     assert done.stderr.splitlines()[-1].startswith("distaff: A checkpoint could not be written")
     assert "Traceback" not in done.stderr
     assert "Event loop" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        (OSError(errno.ENOSPC, "no space", "out/a.csv"), 1, "distaff: 'out/a.csv' cannot be written (No space left on"),
+        (KeyboardInterrupt(), 130, "distaff: interrupted"),
+    ],
+)
+def test_what_ended_a_command_is_said_where_cleaning_up_failed_too(monkeypatch, capsys, ending, code, said):
+    """A full disk, wherever something was written, and Ctrl-C while workers are waited for."""
+
+    def call(*words):
+        try:
+            raise ending
+        finally:
+            raise ValueError("I/O operation on closed file")
+
+    monkeypatch.setattr(cli, "call", call)
+    assert main(["doctor"]) == code
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_ctrl_c_is_heard_where_python_drops_it():
+    """While garbage is collected, say: jax has a callback there."""
+    code = """
+import time
+from distaff.cli import _drop_echoes
+_drop_echoes()
+class Gone:
+    def __del__(self):
+        raise KeyboardInterrupt
+try:
+    Gone()
+    time.sleep(20)
+except KeyboardInterrupt:
+    print("heard")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=15, check=True)
+    assert (done.stdout, done.stderr) == ("heard\n", "")
 
 
 def test_quickstart_leaves_what_is_not_its_own(tmp_path, capsys):

@@ -440,6 +440,8 @@ def test_labels_by_how_they_are_written(tmp_path):
     assert labels(1.0, 2.5) == labels("1", "2.5", name="a.csv") == ()
     assert labels("0", "1", name="b.csv") == ("0", "1")
     assert labels(1.5, "yes") == ("1.5", "yes")
+    # A gap among numbers is no class: the row is named where its number is asked for.
+    assert labels("0.5", "NaN", name="c.csv") == ()
 
 
 def test_whole_numbers_are_ids_of_named_classes(tmp_path):
@@ -458,12 +460,25 @@ def test_texts_stay_as_they_are(tmp_path):
     assert load_labelled(LabelledColumns(), files=str(tabs)).rows["text"][:] == ['"so" it is', 'the "end']
     tabs.write_text('idx\tsentence\tlabel\n0\t"a ""so"" it is"\t1\n1\tend\t0\n')
     assert load_labelled(LabelledColumns(), files=str(tabs)).rows["text"][:] == ['a "so" it is', "end"]
+    # Quotes that pair by chance do not make one row of three; one that holds a line's end is one row.
+    tabs.write_text('sentence\tlabel\n"so it is\t1\nfine\t0\nthe end"\t1\n')
+    assert load_labelled(LabelledColumns(), files=str(tabs)).rows["text"][:] == ['"so it is', "fine", 'the end"']
+    tabs.write_text('sentence\tlabel\n"two\nlines"\t1\nfine\t0\n')
+    assert load_labelled(LabelledColumns(), files=str(tabs)).rows["text"][:] == ["two\nlines", "fine"]
 
 
 def test_parquet_with_numbers_as_labels(tmp_path):
     path = tmp_path / "a.parquet"
     datasets.Dataset.from_dict({"text": ["a", "b"], "label": [3, 4]}).to_parquet(path)
     assert load_labelled(LabelledColumns(), files=str(path)).labels() == ["3", "4"]
+
+
+def test_numbers_that_a_set_of_the_hub_does_not_tell(tmp_path):
+    """Those of STS-B's test set are all -1."""
+    datasets.Dataset.from_dict({"text": ["a", "b"], "label": [-1.0, -1.0]}).save_to_disk(tmp_path / "set")
+    options = {"dataset_name": str(tmp_path / "set")}
+    assert load_labelled(LabelledColumns(need_label=False, keep=True), **options).labels() == [None, None]
+    assert load_labelled(LabelledColumns(), **options).labels() == ["-1.0", "-1.0"]
 
 
 @pytest.mark.parametrize(
@@ -490,6 +505,14 @@ def test_bad_rows_are_named(trained, tmp_path, capsys, name, content, message):
     (tmp_path / name).write_bytes(content)
     assert run("eval", "--model_name_or_path", trained, "--validation_file", tmp_path / name) in (1, 2)
     assert message in one_line(capsys)
+
+
+def test_a_config_whose_labels_do_not_count_from_zero_is_refused(corpus, trained, tmp_path, capsys):
+    config = AutoConfig.from_pretrained(trained, id2label={1: "bad", 2: "good", 3: "mixed"})
+    config.save_pretrained(tmp_path)
+    flags = ("--model_name_or_path", trained, "--config_name", tmp_path, "--validation_file", corpus / "validation.tsv")
+    assert run("eval", *flags) == 2
+    assert "id2label of 1, 2, 3 (numbers from 0 on)" in one_line(capsys)
 
 
 def test_blank_rows_are_left_out_or_kept(trained, tmp_path, capsys):

@@ -175,6 +175,8 @@ def test_earlier_run_is_neither_lost_nor_mixed(corpus, tmp_path, capsys):
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert mlm(corpus, tmp_path / "out", steps=2) == 2
     assert "already holds a run: go on with --resume_from_checkpoint" in capsys.readouterr().err
+    assert mlm(corpus, tmp_path / "out", "--resume_from_checkpoint", tmp_path / "another", steps=2) == 2
+    assert "already holds a run" in capsys.readouterr().err
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
     assert mlm(corpus, tmp_path / "fresh", "--resume_from_checkpoint", steps=2) == 2
     assert "no complete checkpoint" in capsys.readouterr().err

@@ -306,6 +306,12 @@ def test_bad_sentences_end_before_anything_is_written(corpus, trained, tmp_path,
     assert not list(out.iterdir())
 
 
+def test_one_tag_is_nothing_to_learn(corpus, tmp_path, capsys):
+    (tmp_path / "few.conll").write_text("Ada\tO\nsaw\tO\n")
+    assert run("train", corpus, "--train_file", tmp_path / "few.conll", "--output_dir", tmp_path / "out") == 1
+    assert "All training words have the tag 'O'" in one_line(capsys)
+
+
 def test_the_recipe_that_a_run_wrote_is_one(corpus, trained, tmp_path, capsys):
     """What `recipe.yaml` holds trains the same again, and evaluates."""
     recipe = str(trained / "recipe.yaml")

@@ -87,6 +87,13 @@ def test_an_object_is_no_list_of_texts(opened, case):
         opened(task, model)({"text": inputs[0]}, **settings)
 
 
+@pytest.mark.parametrize("case", ["bert-tags-first", "features-bert", "mask", "classes-bert-nli", "labels", "text"])
+def test_half_of_a_character_is_refused(opened, case):
+    task, model, inputs, settings = golden.CASES[case]
+    with pytest.raises(DataError, match=r"Input 1 holds half of a surrogate pair \('\\ud800'\)"):
+        opened(task, model)([inputs[0], "\ud800"], **settings)
+
+
 def test_one_many_a_generator_and_a_file(opened, tmp_path):
     tag = opened("token-classification", "bert-tags")
     texts = [text.replace("\t", " ") for text in golden.TEXTS * 20]
@@ -152,6 +159,10 @@ def test_settings_of_token_classification(opened, folders):
     with pytest.raises(UsageError, match="aggregation_strategy 'best' is none of none, simple"):
         tag("a", aggregation_strategy="best")
     assert_same(tag("Anna", aggregation_strategy="SIMPLE"), tag("Anna", aggregation_strategy="simple"))
+    every = tag("Anna", ignore_labels=[])
+    kind = every[0]["entity"]
+    assert_same(tag("Anna", ignore_labels=kind), [each for each in every if each["entity"] != kind])
+    assert_same(tag("Anna", ignore_labels=None), tag("Anna"))
     with pytest.raises(UsageError, match="did you mean 'aggregation_strategy'"):
         tag("a", agregation_strategy="first")
     with pytest.raises(UsageError, match="no setting 'device'"):
@@ -327,8 +338,11 @@ def test_a_line_of_json_for_each_text(opened, folders, tmp_path, capsys, monkeyp
     expected = [{"text": text, "entities": tag(text, aggregation_strategy="first")} for text in texts]
     assert_same(printed(capsys, *command[:2], *texts, *command[2:]), expected)
     path = tmp_path / "texts.jsonl"
-    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    assert_same(printed(capsys, *command, "--file", path), expected)
+    path.write_text("\n".join(json.dumps({"text": text}) for text in [texts[0], "", texts[1]]))
+    assert main(["predict", *map(str, command), "--file", str(path)]) == 0
+    shown = capsys.readouterr()
+    assert_same([json.loads(line) for line in shown.out.splitlines()], expected)
+    assert "texts.jsonl: 1 blank rows have no answer." in shown.err
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(texts)))
     assert_same(printed(capsys, *command), expected)
     (row,) = printed(capsys, "feature-extraction", folders["bert"], "a")

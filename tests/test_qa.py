@@ -269,9 +269,11 @@ def test_the_best_threshold_is_one_for_the_flag(trained, corpus, capsys):
     words = ("--model_name_or_path", trained, "--validation_file", corpus / "v2-validation.jsonl")
     for name in ("exact", "f1"):
         threshold = before[f"eval_best_{name}_thresh"]
-        assert run("eval", corpus, *words, "--null_score_diff_threshold", threshold, "--output_dir", corpus / name) == 0
-        assert results(corpus / name)[f"eval_{name}"] == pytest.approx(before[f"eval_best_{name}"])
-        assert (corpus / name / "null_odds.json").read_text() == (trained / "null_odds.json").read_text()
+        # Twice into one folder: what stands there is replaced (case T81).
+        judged = ("--null_score_diff_threshold", threshold, "--output_dir", corpus / "judged")
+        assert run("eval", corpus, *words, *judged) == 0
+        assert results(corpus / "judged")[f"eval_{name}"] == pytest.approx(before[f"eval_best_{name}"])
+        assert (corpus / "judged" / "null_odds.json").read_text() == (trained / "null_odds.json").read_text()
     assert f"eval_total = {before['eval_total']}" in capsys.readouterr().out
 
 

@@ -105,7 +105,8 @@ def test_every_row_has_an_answer_where_answers_are_asked_for(tmp_path):
         ("a.jsonl", '{"text": "a b"}', "has no column of words: it has text"),
         ("a.jsonl", '{"tokens": ["a"]}', "has no column of tags: it has tokens; name one by --label_column_name"),
         ("a.jsonl", '{"tokens": ["a"], "tags": ["O"]}\n{"tokens": ["b"]}', "line 2: no column 'tags'"),
-        ("a.jsonl", '{"tokens": ["\\ud83d"], "tags": ["O"]}', "half of a surrogate pair"),
+        ("a.jsonl", '{"tokens": ["\\ud83d"], "tags": ["O"]}', "line 1: half of a surrogate pair"),
+        ("a.json", '[{"tokens": ["a"], "tags": ["O"]}, {"tokens": ["a"], "tags": ["\\udc00"]}]', "row 2: half of a surrogate pair"),
     ],
 )  # fmt: skip
 def test_faults_are_one_sentence_with_their_place(tmp_path, name, content, said):

@@ -3,11 +3,13 @@
 import json
 import logging
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import datasets
+import multiprocess
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -140,7 +142,11 @@ def test_files_are_read_once_and_again_when_they_change(load, tmp_path, monkeypa
         ("a.json", b"[" * 100_000, "line 1: JSON that cannot be read"),
         ("a.jsonl", b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "line 1: JSON that cannot be read"),
         ("a.json", b'[{"text": "a", "n": ' + b"9" * 5000 + b"}]", "line 1: JSON that cannot be read"),
-        ("a.jsonl", b'{"text": "half \\ud800 pair"}', "surrogate"),
+        (
+            "a.jsonl",
+            b'{"text": "\\ud83d\\ude00"}\n{"text": "half \\ud800 pair"}',
+            "a.jsonl, line 2: half of a surrogate pair",
+        ),
         ("a.csv", b"text,n\na,1\nb,c,2\n", "line 3: 3 fields where the header has 2"),
         ("a.csv", b'text\n"never closed\n', "not valid CSV"),
         ("a.parquet", b"PAR1 not really", "not a Parquet file"),
@@ -313,6 +319,17 @@ def test_blocks_do_not_depend_on_batches_or_workers(load, monkeypatch):
         assert got["word_start"][:] == expected["word_start"][:]
     in_memory = datasets.Dataset.from_dict({"text": texts_of(dataset)})
     assert tokenize_blocks(in_memory, tokenizer=tokenizer, block=16)["input_ids"][:] == expected["input_ids"][:]
+
+
+def test_workers_do_not_hear_ctrl_c():
+    """It reaches them too, and they would say so in tracebacks."""
+    heard = "import signal, sys; sys.exit(signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    with text_module._spawned_workers():
+        worker = multiprocess.Process(target=exec, args=(heard,))
+        worker.start()
+    worker.join(30)
+    assert worker.exitcode == 0
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_word_starts(load):

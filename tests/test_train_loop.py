@@ -24,6 +24,7 @@ from distaff.core.mesh import make_mesh
 from distaff.train import LoopConfig, OptimizerConfig, fit, make_optimizer, perplexity
 from distaff.train.checkpoint import complete_steps
 from distaff.train.log import Terminal
+from distaff.train.prefetch import Prefetch
 
 TIMINGS = {"tokens_per_second", "examples_per_second", "step_seconds", "peak_memory_mb"}
 ROWS = 16
@@ -363,6 +364,22 @@ def test_a_source_that_hangs_does_not_keep_a_stopped_run(tmp_path):
     assert complete_steps(tmp_path / "checkpoints") == [4]
 
 
+def test_a_second_ctrl_c_while_leaving_still_ends_the_thread():
+    """Python would end it where it is, in the middle of placing a batch, and the process with it."""
+    prefetch, joins = Prefetch(batches, start=0, stop=100, place=lambda batch: batch), []
+
+    def join(timeout):
+        joins.append(timeout)
+        if len(joins) == 1:
+            raise KeyboardInterrupt
+        threading.Thread.join(prefetch._thread, timeout)
+
+    prefetch._thread.join = join
+    with pytest.raises(KeyboardInterrupt), prefetch:
+        pass
+    assert not prefetch._thread.is_alive()
+
+
 def test_outside_the_main_thread_it_trains_without_handlers():
     results = []
     thread = threading.Thread(target=lambda: results.append(run(steps=2)))
@@ -387,6 +404,17 @@ def test_folders_and_resume_flags_that_do_not_fit(tmp_path):
     run(tmp_path / "run", steps=1, overwrite=True)
     assert complete_steps(tmp_path / "run" / "checkpoints") == [1]
     assert len(lines(tmp_path / "run")) == 1
+    # Of a run elsewhere: the steps, the log and the best of two runs would be one.
+    run(tmp_path / "other", steps=3)
+    with pytest.raises(UsageError, match="already holds checkpoints up to step 1"):
+        run(tmp_path / "run", resume=tmp_path / "other")
+    run(tmp_path / "over", steps=1)
+    with pytest.raises(CheckpointError, match="does not fit this run"):
+        run(tmp_path / "over", resume=tmp_path / "other", overwrite=True, adafactor=True)
+    assert complete_steps(tmp_path / "over" / "checkpoints") == [1]  # what is refused overwrites nothing
+    run(tmp_path / "over", steps=4, resume=tmp_path / "other", overwrite=True)
+    assert complete_steps(tmp_path / "over" / "checkpoints") == [4]
+    assert [line["step"] for line in lines(tmp_path / "over")] == [4]
     with pytest.raises(CheckpointError, match="holds no position for these batches"):
         run(tmp_path / "run", data=Stream(), resume="newest")
     with pytest.raises(CheckpointError, match="does not fit this run"):

@@ -8,7 +8,7 @@ import numpy as np
 from distaff.core.errors import DataError, UsageError, listed
 from distaff.data.labelled import has_types
 from distaff.models.auto import FlaxAutoModelForSequenceClassification
-from distaff.pipeline_base import TextPipeline, answers
+from distaff.pipeline_base import TextPipeline, answers, check_characters
 
 _FUNCTIONS = ("softmax", "sigmoid", "none")
 # Only the best one, and not in a list.
@@ -34,9 +34,21 @@ class _Classifier(TextPipeline):
             if self.longest_input is not None and count > self.longest_input:
                 if not truncation:
                     raise self.too_long(text, count)
+                self._check_room(beside, truncation)
                 row = self.tokenizer(text, beside, truncation=truncation, max_length=self.longest_input, **options)
             rows.append({name: row[name] for name in ("input_ids", "token_type_ids") if name in row})
         return self.outputs(rows, "logits", of_tokens=False)
+
+    def _check_room(self, beside: str | None, truncation: bool | str) -> None:
+        """Raise `DataError` where the text alone is to be cut, and what stands beside it leaves no room for it."""
+        if beside is None or truncation != "only_first":
+            return
+        tokens = len(self.tokenizer(beside, add_special_tokens=False, verbose=False)["input_ids"])
+        if tokens + self.tokenizer.num_special_tokens_to_add(pair=True) >= self.longest_input:
+            raise DataError(
+                f"The hypothesis {beside[:40]!r} of {tokens} tokens leaves no room for a text in the "
+                f"{self.longest_input} of the model: shorten the label."
+            )
 
 
 class TextClassificationPipeline(_Classifier):
@@ -122,6 +134,8 @@ class ZeroShotClassificationPipeline(_Classifier):
             labels = [label.strip() for label in labels.split(",") if label.strip()]
         if not labels:
             raise UsageError("zero-shot-classification needs candidate_labels: name them.")
+        for number, label in enumerate(labels):
+            check_characters(str(label), f"Label {number}")
         template = _template(given["hypothesis_template"])
 
         def many(texts: list[Any]) -> list[Any]:
@@ -166,6 +180,8 @@ def _pair(number: int, given: Any) -> tuple[str, str | None]:
         raise DataError(
             f"Input {number} ({str(given)[:40]!r}) is neither a text nor {{'text': ..., 'text_pair': ...}}."
         )
+    for part in parts.values():
+        check_characters(part, f"Input {number}")
     return parts["text"], parts.get("text_pair")
 
 

@@ -6,6 +6,7 @@ import importlib
 import io
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Collection, Container, Iterable, Sequence
@@ -15,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from distaff.core.distributed import leaving_together
-from distaff.core.errors import DistaffError, UsageError
+from distaff.core.errors import UNWRITABLE, DistaffError, UsageError, endings_named
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rest = words[len(name) :]
         if huge_pages and arguments is None and not {"-h", "--help"} & set(rest):
             restart_with_huge_pages()
-        with leaving_together(debug=debug):
+        with leaving_together(debug=debug), endings_named():
             code = call(name, command, rest)
         sys.stdout.flush()
         return code
@@ -321,10 +322,15 @@ def restart_with_huge_pages() -> None:
 
 
 def _drop_echoes() -> None:
-    """Print uncaught exceptions, but not the echoes of a failed save: what Orbax left running finds its loop closed."""
+    """Print uncaught exceptions, but not the echoes of what was raised besides.
+
+    What Orbax left running after a failed save finds its loop closed, and TensorBoard's thread its queue; logs that are
+    closed on a full disk fail again.
+    """
 
     def echo(kind: type[BaseException] | None, error: BaseException | None) -> bool:
-        return kind is RuntimeError and str(error) == "Event loop is closed"
+        full = isinstance(error, OSError) and error.errno in UNWRITABLE
+        return full or (kind in (RuntimeError, OSError) and str(error) in ("Event loop is closed", "handle is closed"))
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not echo(kind, error):
@@ -335,7 +341,10 @@ def _drop_echoes() -> None:
             threading.__excepthook__(caught)
 
     def report_unraisable(caught: "sys.UnraisableHookArgs") -> None:
-        if not echo(caught.exc_type, caught.exc_value):
+        if issubclass(caught.exc_type, KeyboardInterrupt):
+            # Python drops what is raised while it collects garbage, where jax has a callback: the wish is told again.
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        elif not echo(caught.exc_type, caught.exc_value):
             sys.__unraisablehook__(caught)
 
     # One that somebody else has set, a test runner say, stays.

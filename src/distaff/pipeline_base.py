@@ -191,3 +191,13 @@ def check_texts(texts: Sequence[Any]) -> None:
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise DataError(f"Input {number} is of type {type(text).__name__} ({str(text)[:40]!r}), not a string.")
+        check_characters(text, f"Input {number}")
+
+
+def check_characters(text: str, place: str) -> None:
+    """Raise `DataError` for half of a surrogate pair, which tokenizers take for no string at all."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise DataError(f"{place} holds half of a surrogate pair ({half!r}), no character: take it out.") from error

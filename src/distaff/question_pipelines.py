@@ -12,7 +12,7 @@ from distaff.data.files import expand_files
 from distaff.data.questions import Question, read_questions
 from distaff.data.windows import Window, check_windows, cut_windows
 from distaff.models.auto import FlaxAutoModelForQuestionAnswering
-from distaff.pipeline_base import TextPipeline, answers
+from distaff.pipeline_base import TextPipeline, answers, check_characters
 
 # What Transformers takes where the tokenizer allows it.
 _SEQUENCE, _STRIDE = 384, 128
@@ -151,6 +151,7 @@ def _pair(record: Any, place: str) -> tuple[str, str]:
             raise DataError(f"{place} has no {name}: give an object with 'question' and 'context'.")
         if not isinstance(record[name], str) or not record[name].strip():
             raise DataError(f"{place}: the {name} is {record[name]!r}, which is no text.")
+        check_characters(record[name], place)
     return record["question"], record["context"]
 
 

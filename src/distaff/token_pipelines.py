@@ -78,7 +78,8 @@ class TokenClassificationPipeline(TextPipeline):
         else:
             check_texts(texts)
             found = [self._of_text(text) for text in texts]
-        ignored = set(options["ignore_labels"])
+        named = options["ignore_labels"]
+        ignored = {named} if isinstance(named, str) else set(self.options["ignore_labels"] if named is None else named)
         results = []
         for pieces, scores in zip(found, self._scores(found)):
             entities = self._entities(pieces, scores, options["aggregation_strategy"])

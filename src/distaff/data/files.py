@@ -8,6 +8,8 @@ import csv
 import glob
 import io
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +23,7 @@ Row = tuple[int, tuple[Any, ...] | None]
 # Returns the columns to read, seen on a record of the file and its place: the first record, or a header whose values
 # are empty ones of the columns' types.
 Select = Callable[[Mapping[str, Any], str], Sequence[str]]
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass
@@ -157,7 +160,7 @@ def _read_jsonl(path: Path, select: Select) -> Iterator[Row]:
             continue
         record = _parse(line.rstrip(), path, first_line=number)
         chosen = chosen or select(_object(path, record, f"line {number}"), f"line {number}")
-        yield number, _values(path, record, chosen, f"line {number}")
+        yield number, _values(path, record, chosen, f"line {number}", escaped=_escaped(line))
 
 
 def _parse(text: str, path: Path, *, first_line: int) -> Any:
@@ -181,7 +184,8 @@ def _read_json(path: Path, select: Select) -> Iterator[Row]:
     if isinstance(record, dict) and not isinstance(record.get("data"), list):
         yield from _read_jsonl(path, select)
         return
-    records = _parse("".join(line for _, line in _lines(path)), path, first_line=1)
+    text = "".join(line for _, line in _lines(path))
+    records, escaped = _parse(text, path, first_line=1), _escaped(text)
     if isinstance(records, dict):
         records = records["data"] if isinstance(records.get("data"), list) else [records]
     if not isinstance(records, list):
@@ -191,19 +195,28 @@ def _read_json(path: Path, select: Select) -> Iterator[Row]:
     chosen: Sequence[str] = ()
     for number, record in enumerate(records, start=1):
         chosen = chosen or select(_object(path, record, f"row {number}"), f"row {number}")
-        yield number, _values(path, record, chosen, f"row {number}")
+        yield number, _values(path, record, chosen, f"row {number}", escaped=escaped)
 
 
 def _read_tsv(path: Path, select: Select) -> Iterator[Row]:
     """Read fields between tabs, which may stand in quotes where the whole file is so; GLUE's own files know none."""
-    quoted = any(line.startswith('"') or '\t"' in line for _, line in _lines(path))
-    if quoted:
-        try:
-            for _ in csv.reader((line for _, line in _lines(path)), delimiter="\t", strict=True):
-                pass
-        except csv.Error:
-            quoted = False
-    yield from _read_csv(path, select, delimiter="\t", quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE)
+    quoting = csv.QUOTE_MINIMAL if _is_quoted(path) else csv.QUOTE_NONE
+    yield from _read_csv(path, select, delimiter="\t", quoting=quoting)
+
+
+def _is_quoted(path: Path) -> bool:
+    """Tell whether fields stand in quotes: the file reads so, and its lines are no rows of their own without.
+
+    A quote that begins one text and one that ends another would make a single row of all that is between them.
+    """
+    if not any(line.startswith('"') or '\t"' in line for _, line in _lines(path)):
+        return False
+    widths = Counter(line.count("\t") for _, line in _lines(path) if line.rstrip("\r\n"))
+    try:
+        rows = sum(map(bool, csv.reader((line for _, line in _lines(path)), delimiter="\t", strict=True)))
+    except csv.Error:
+        return False
+    return len(widths) > 1 or rows == widths.total()
 
 
 def _read_csv(path: Path, select: Select, **dialect: Any) -> Iterator[Row]:
@@ -281,12 +294,27 @@ def _object(path: Path, record: Any, place: str) -> Mapping[str, Any]:
     return record
 
 
-def _values(path: Path, record: Any, columns: Sequence[str], place: str) -> tuple[Any, ...]:
+def _escaped(text: str) -> bool:
+    """Tell whether JSON holds surrogates, of which half a pair is no character and cannot be written to a file."""
+    return _SURROGATE.search(text) is not None
+
+
+def _values(path: Path, record: Any, columns: Sequence[str], place: str, *, escaped: bool) -> tuple[Any, ...]:
+    """Return the `columns` of a record; `escaped` tells whether the JSON that it is from holds surrogates."""
     record = _object(path, record, place)
     for column in columns:
         if column not in record:
             raise DataError(f"{path}, {place}: no column '{column}', only {listed(record) or 'an empty object'}.")
-    return tuple(record[column] for column in columns)
+    values = tuple(record[column] for column in columns)
+    if escaped:
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{path}, {place}: half of a surrogate pair ({error.object[error.start]!r}), which is no character: "
+                "write characters beyond \\uffff as pairs, or as themselves."
+            ) from error
+    return values
 
 
 READERS: dict[str, Callable[[Path, Select], Iterator[Row]]] = {

@@ -32,7 +32,7 @@ Blank = Literal["refuse", "skip", "keep"]
 Pair = tuple[str, str | None]
 
 # Goes into the names of cached files: raise it when what they hold changes.
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)

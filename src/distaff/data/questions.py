@@ -75,7 +75,7 @@ def load_questions(
         )
         return _cached(found, stats, need_answers, cache_dir, " and ".join(str(path) for path in paths))
     if dataset_name is None:
-        raise UsageError("There are no questions to read: give files by --train_file, or --dataset_name.")
+        raise UsageError("There are no questions to read: give --train_file, --validation_file or --dataset_name.")
     from distaff.data.hub_text import load_split
 
     dataset = load_split(dataset_name, config_name=dataset_config_name, split=split, cache_dir=cache_dir, token=token)

@@ -92,7 +92,7 @@ def load_sentences(
         stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
         key, found = json.dumps([_FORMAT, stats, asdict(columns)]), _of_files(paths, columns)
     elif dataset_name is None:
-        raise UsageError("There are no sentences to read: give files by --train_file, or --dataset_name.")
+        raise UsageError("There are no sentences to read: give --train_file, --validation_file or --dataset_name.")
     else:
         from distaff.data.hub_text import load_split
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,7 +26,7 @@ from distaff.data.files import ReadCount, expand_files, read_texts
 logger = logging.getLogger(__name__)
 
 # Goes into the names of cached files: raise it when what they hold changes.
-_FORMAT = 1
+_FORMAT = 2
 _BATCH_ROWS, _BATCH_BYTES = 1000, 4 << 20
 
 
@@ -293,14 +294,27 @@ def _block_batches(tables: Iterable[pa.Table], block: int) -> Iterator[pa.Record
 
 @contextmanager
 def _spawned_workers() -> Iterator[None]:
-    """Let `datasets` start its worker processes afresh: a fork of a process in which jax runs can hang."""
-    import multiprocess
+    """Let `datasets` start its worker processes afresh: a fork of a process in which jax runs can hang.
 
-    before = multiprocess.get_start_method(allow_none=True)
+    They do not hear Ctrl-C, which reaches them too: the process that waits for them ends them.
+    """
+    import multiprocess
+    from multiprocess.context import SpawnProcess
+
+    def start_deaf(process: Any) -> Any:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return start(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    before, start = multiprocess.get_start_method(allow_none=True), SpawnProcess._Popen
     multiprocess.set_start_method("spawn", force=True)
+    SpawnProcess._Popen = staticmethod(start_deaf)
     try:
         yield
     finally:
+        SpawnProcess._Popen = staticmethod(start)
         multiprocess.set_start_method(before, force=True)
 
 

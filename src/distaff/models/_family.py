@@ -69,7 +69,7 @@ def check_fields(
 
 
 def check_values(name: str, values: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for sizes below 1 and probabilities outside [0, 1], whatever family has them."""
+    """Raise `ConfigError` for sizes below 1, probabilities outside [0, 1] and labels that are not counted from 0."""
     wrong = [
         f"{field}={value!r} (at least 1)"
         for field, value in values.items()
@@ -80,6 +80,9 @@ def check_values(name: str, values: Mapping[str, Any]) -> None:
         for field, value in values.items()
         if PROBABILITY.search(field) and isinstance(value, int | float) and not 0 <= value <= 1
     ]
+    numbers = sorted(values.get("id2label") or {})
+    if numbers != list(range(len(numbers))):
+        wrong.append(f"id2label of {listed(numbers, 3)} (numbers from 0 on)")
     if wrong:
         raise ConfigError(f"{name}: {listed(wrong)} cannot be: correct the config.")
 

@@ -20,7 +20,7 @@ from distaff.hub.files import INDEX_SUFFIX
 from distaff.hub.repo import COMPANIONS
 from distaff.tasks._flags import as_recipe
 from distaff.train.checkpoint import complete_steps
-from distaff.train.resume import CHECKPOINTS, IF_ANY, LEFT_BEHIND
+from distaff.train.resume import CHECKPOINTS, IF_ANY, LEFT_BEHIND, goes_on_in
 
 RESULTS = ("all_results.json", "train_results.json", "eval_results.json", "predict_results.json")
 PREDICTIONS = "generated_predictions.txt"
@@ -68,7 +68,7 @@ def check_folder(flags: Any) -> Path:
 
 
 def _check_content(folder: Path, flags: Any) -> None:
-    fresh = flags.resume_from_checkpoint is None
+    fresh = not goes_on_in(folder, flags.resume_from_checkpoint)
     if flags.resume_from_checkpoint == IF_ANY and not complete_steps(folder / CHECKPOINTS):
         fresh = True
     if folder.is_dir() and not flags.overwrite_output_dir and fresh:
@@ -132,7 +132,7 @@ def begin(folder: Path, flags: Any, recipe: str) -> None:
     if jax.process_index() != 0:
         return
     try:
-        if flags.overwrite_output_dir and flags.resume_from_checkpoint is None:
+        if flags.overwrite_output_dir and not goes_on_in(folder, flags.resume_from_checkpoint):
             tables = [path.name for kind in PREDICTED for path in folder.glob(kind)]
             for name in (*RESULTS, PREDICTIONS, *tables):
                 (folder / name).unlink(missing_ok=True)

@@ -1,8 +1,9 @@
 """What the labels of a set are to a model: names of classes and their ids, or numbers.
 
-Labels are read as they are written. Where all are numbers and one of them is no whole number, they are numbers; else
-each is the name of a class, so that `1` and `"1"` are the same one. A checkpoint whose names cover those of the data
-keeps its classes; one without names of its own (LABEL_0) and data of whole numbers mean ids.
+Labels are read as they are written. Where all are numbers and one of them is not written as a whole one (0.5, 1.0,
+1e3), they are numbers; else each is the name of a class, so that `1` and `"1"` are the same one. A checkpoint whose
+names cover those of the data keeps its classes; one without names of its own (LABEL_0) and data of whole numbers mean
+ids.
 """
 
 import logging
@@ -78,8 +79,10 @@ def labels_of(config: Any, train: Labelled | None, problem_type: str | None) -> 
         return Labels(()) if regression else Labels(own)
     written = [label for label in train.labels() if label is not None]
     found = sorted(set(written), key=_order)
-    if problem_type is None:
-        problem_type = REGRESSION if train.names is None and _numbers(found) else CLASSIFICATION
+    if problem_type is None and train.names is None and _numbers(found):
+        # So pandas writes ids of classes too, where a column has a gap.
+        logger.info("Labels as %s are learnt as numbers; --problem_type %s makes classes.", found[0], CLASSIFICATION)
+        problem_type = REGRESSION
     if problem_type == REGRESSION:
         return Labels(())
     names = train.names or tuple(found)
@@ -94,8 +97,9 @@ def labels_of(config: Any, train: Labelled | None, problem_type: str | None) -> 
 
 
 def _numbers(found: Sequence[str]) -> bool:
-    """Tell whether all are numbers and not all of them whole."""
-    return all(_number(label) is not None for label in found) and not _whole(found)
+    """Tell whether all are numbers and not all of them whole; 'nan' is a gap among them and no name."""
+    told = [label for label in found if label.lower() != "nan"]
+    return all(_number(label) is not None for label in told) and not _whole(told)
 
 
 def _whole(found: Sequence[str]) -> bool:

@@ -20,6 +20,7 @@ from distaff.core.mesh import batch_devices, parse_mesh
 from distaff.core.processes import is_first, wait_for_all
 from distaff.hub import open_tokenizer, push_folder, resolve, write_card
 from distaff.models import FAMILIES
+from distaff.models._family import check_values
 from distaff.pretrained import FlaxPreTrainedModel
 from distaff.tasks import _folder
 from distaff.tasks._flags import SECRET_FLAGS, ModelFlags, TrainingFlags, checkpointing
@@ -74,6 +75,7 @@ def load_config(flags: ModelFlags, tokenizer, token: str | None = None):
             fit_config_to_tokenizer(config, tokenizer)
     if flags.config_overrides:
         override(config, flags.config_overrides)
+    check_values(type(config).__name__, config.to_dict())
     return config
 
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from distaff.core.errors import UsageError, listed
+from distaff.core.errors import DataError, UsageError, listed
 from distaff.core.tree import Tree
 from distaff.data.batches import Batches
 from distaff.data.columns import row_lengths
@@ -243,6 +243,8 @@ def choose_labels(flags: NerFlags, config: Any, tags: list[str]) -> list[str]:
     own = [config.id2label[number] for number in range(config.num_labels)]
     if not flags.do_train or set(tags) <= set(own):
         return own
+    if len(tags) < 2:
+        raise DataError(f"All training words have the tag '{tags[0]}': there is nothing to tell apart.")
     if own != [f"LABEL_{number}" for number in range(len(own))]:
         logger.warning("The model knows %s; the labels are now those of the data: %s.", listed(own), listed(tags))
     return tags

@@ -3,6 +3,7 @@
 import abc
 import itertools
 import json
+import logging
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from distaff.core.errors import UsageError
-from distaff.data.files import expand_files, read_texts
+from distaff.data.files import ReadCount, expand_files, read_texts
 from distaff.pipelines import pipeline
 from distaff.tasks._flags import flag
 from distaff.tasks._lines import check_words, lines_of
+
+logger = logging.getLogger("distaff")
 
 
 @dataclass(kw_only=True)
@@ -47,7 +50,10 @@ class PredictFlags(abc.ABC):
 
     def _of_files(self, paths: list[Path]) -> Iterator[str]:
         for path in paths:
-            yield from read_texts(path, column=self.text_column)
+            count = ReadCount()
+            yield from read_texts(path, column=self.text_column, count=count)
+            if count.blank:
+                logger.warning("%s: %d blank rows have no answer.", path, count.blank)
 
     def open(self) -> Any:
         """Return the pipeline."""

@@ -6,6 +6,7 @@ A checkpoint gets its name by one rename after everything is written, so a folde
 """
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ logger = logging.getLogger("distaff.train")
 _MOST_APART = 300.0
 # Orbax writes this file last before it renames the folder of a step.
 _MARK = "_CHECKPOINT_METADATA"
+# Behind what happened, TensorStore says how it was set up.
+_DETAILS = re.compile(r" \[tensorstore_spec| See full TensorStore details")
 # What a state may have besides parameters and optimizer, each an item of its own.
 BESIDES = ("carried", "average")
 
@@ -302,4 +305,4 @@ def _is_key(leaf: Any) -> bool:
 def _reason(error: Exception) -> str:
     """Return the first line of an error as the end of a sentence, without the long specification that follows it."""
     text = str(error).strip().splitlines()
-    return f"{text[0].split(' [tensorstore_spec')[0].rstrip('.')}." if text else f"{type(error).__name__}."
+    return f"{_DETAILS.split(text[0])[0].rstrip('.')}." if text else f"{type(error).__name__}."

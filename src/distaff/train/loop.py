@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ from distaff.train.prefetch import Batches, position_of
 from distaff.train.resume import (
     CHECKPOINTS,
     find_checkpoint,
+    goes_on_in,
     identity_of,
     leave_behind,
     prepare_output,
+    remove_earlier_run,
     restore_position,
     warn_of_other_data,
     window_from_json,
@@ -118,9 +121,9 @@ def fit(
         state = create_state(given, tx, mesh=mesh, shardings=param_shardings, carried=carried, **begun)
         del given  # the run has its own copy
     state, meta = _restored(state, source, config=config, batches=batches, filled=filled)
+    if output is not None:
+        _clear_way(config, output, source, step=int(jax.device_get(state.step)))
     best = _best_before(config, meta, output, source)
-    if output is not None and source is not None:
-        leave_behind(output, int(jax.device_get(state.step)))
     hooks = Hooks(loss_fn, eval_batches, tokens_per_batch, derived, score, on_log)
     settings: dict[str, Any] = {"accumulation": config.accumulation, "ema_decay": config.ema_decay}
     keep = config.debug_nans
@@ -234,11 +237,21 @@ def _find_source(config: LoopConfig, output: Path | None) -> tuple[Path, int | N
     def find() -> tuple[str, int | None] | None:
         source = None if config.resume is None else find_checkpoint(config.resume, output)
         if output is not None:
-            prepare_output(output, resume=source is not None, overwrite=config.overwrite)
+            # Beside its own steps those of another run would be taken for its, the best one among them.
+            resume = source is not None and goes_on_in(output, config.resume)
+            prepare_output(output, resume=resume, overwrite=config.overwrite)
         return None if source is None else (str(source[0]), source[1])
 
     found = agreed(find)
     return None if found is None else (Path(found[0]), found[1])
+
+
+def _clear_way(config: LoopConfig, output: Path, source: tuple[Path, int | None] | None, *, step: int) -> None:
+    """Remove the run that is overwritten, now that nothing was refused, or move what is later than `step` aside."""
+    if config.overwrite and (source is None or not goes_on_in(output, config.resume)):
+        agreed(partial(remove_earlier_run, output))
+    if source is not None:
+        leave_behind(output, step)
 
 
 def _restored(

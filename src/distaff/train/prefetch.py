@@ -100,7 +100,12 @@ class Prefetch:
     ) -> None:
         self._closed.set()
         # A source that hangs must not keep an interrupted run from leaving; the thread is a daemon.
-        self._thread.join(timeout=5.0)
+        try:
+            self._thread.join(timeout=5.0)
+        except KeyboardInterrupt:
+            # One that Python ends in the middle of placing a batch would take the process with it.
+            self._thread.join(timeout=1.0)
+            raise
 
     def __iter__(self) -> Iterator[Drawn]:
         while True:

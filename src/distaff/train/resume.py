@@ -46,25 +46,38 @@ def find_checkpoint(resume: str | Path, output_dir: Path | None) -> tuple[Path, 
     for folder in (path / CHECKPOINTS, path):
         if complete_steps(folder):
             return folder, None
-    raise UsageError(f"{path} neither is nor holds a complete checkpoint to resume from.")
+    raise UsageError(
+        f"{path} neither is nor holds a complete checkpoint to resume from: name the folder of a run, or one of its "
+        f"{CHECKPOINTS}."
+    )
+
+
+def goes_on_in(output_dir: Path, resume: str | Path | None) -> bool:
+    """Tell whether `resume` means checkpoints in `output_dir` itself, and not those of a run in another folder."""
+    if resume in (None, "newest", IF_ANY):
+        return resume is not None
+    return Path(str(resume)).resolve().is_relative_to(output_dir.resolve())
 
 
 def prepare_output(output_dir: Path, *, resume: bool, overwrite: bool) -> None:
-    """Make `output_dir`. An earlier run in it is refused unless it is resumed, or removed with `overwrite`."""
+    """Make `output_dir`. An earlier run in it is refused unless it is resumed, or to be overwritten."""
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"output_dir {output_dir} cannot be written: {error.strerror}.") from error
-    if overwrite and not resume:
-        for name in (CHECKPOINTS, LEFT_BEHIND, "runs"):
-            shutil.rmtree(output_dir / name, ignore_errors=True)
-        (output_dir / "metrics.jsonl").unlink(missing_ok=True)
     steps = complete_steps(output_dir / CHECKPOINTS)
-    if steps and not resume:
+    if steps and not (resume or overwrite):
         raise UsageError(
             f"{output_dir} already holds checkpoints up to step {steps[-1]}: resume from them, overwrite them, or "
             "choose another output_dir."
         )
+
+
+def remove_earlier_run(output_dir: Path) -> None:
+    """Remove checkpoints and logs of an earlier run."""
+    for name in (CHECKPOINTS, LEFT_BEHIND, "runs"):
+        shutil.rmtree(output_dir / name, ignore_errors=True)
+    (output_dir / "metrics.jsonl").unlink(missing_ok=True)
 
 
 def leave_behind(output_dir: Path, step: int) -> None:
