@@ -278,7 +278,9 @@ def _specifications(tree: Tree) -> dict[str, str]:
 
 
 def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
-    return {path_of(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    """Return the shapes of stored arrays by path, and () where an optimizer keeps nothing of a parameter."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None)
+    return {path_of(path): tuple(getattr(leaf, "shape", ())) for path, leaf in leaves}
 
 
 def _plain(tree: Tree) -> Tree:
