@@ -352,7 +352,7 @@ class FlaxPreTrainedModel(Placed):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps: everything but compiled programs."""
-        return {name: value for name, value in vars(self).items() if name != "_jitted"}
+        return {name: value for name, value in vars(self).items() if name not in ("_jitted", "_programs")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take what `__getstate__` kept."""
