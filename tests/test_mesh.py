@@ -152,6 +152,10 @@ def test_a_mesh_without_our_axes_is_refused():
     for call in (plain, plain.generate):
         with pytest.raises(UsageError, match=r"transformer/wte/embedding \(62, 32\) instead of \(61, 32\)"):
             call(np.ones((1, 3), np.int32), params=padded.params)
+    four = auto_class.from_config(config, mesh=make_mesh(devices=jax.devices()[4:], tensor=2))
+    for call in (padded, padded.generate):
+        with pytest.raises(UsageError, match="lie on different devices, and this FlaxGPT2LMHeadModel on 8 devices"):
+            call(np.ones((1, 3), np.int32), params=four.params)
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt_neo", "t5", "bart", "vit", "resnet"])

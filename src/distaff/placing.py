@@ -9,6 +9,7 @@ from typing import Any
 from flax.errors import ScopeParamShapeError
 from jax.sharding import Mesh, NamedSharding
 
+from distaff.core.errors import UsageError
 from distaff.core.mesh import on, param_sharding
 from distaff.core.tree import Tree, flatten
 from distaff.loading import refuse_misfits
@@ -63,13 +64,21 @@ class Placed(abc.ABC):
 
     @contextlib.contextmanager
     def computing(self, params: Tree, *arguments: Tree) -> Iterator[None]:
-        """Let the programs of a call know the mesh, and say which parameters are of a model on another one."""
+        """Let the programs of a call know the mesh. Raises `UsageError` for what is of a model on another one."""
         try:
             with on(self.mesh, params, *arguments):
                 yield
         except ScopeParamShapeError:
             refuse_misfits(params, self.params_shape_tree, name=type(self).__name__)
             raise
+        except ValueError as error:
+            if "incompatible devices" not in str(error):
+                raise
+            where = "on no mesh" if self.mesh is None else f"on {self.mesh.size} devices"
+            raise UsageError(
+                f"Parameters and inputs lie on different devices, and this {type(self).__name__} {where}: bring them "
+                "together with jax.device_put, or load the model with mesh=... where they are."
+            ) from error
 
     def _sharding(self, leaf: Leaf, shape: tuple[int, ...]) -> NamedSharding | None:
         return None if self.mesh is None else param_sharding(self.mesh, shape, leaf.axes, self.indivisible())
