@@ -125,6 +125,8 @@ def test_what_cannot_be_had_is_refused_in_a_sentence():
     model = model_class(config, attn_implementation="xla")
     with pytest.raises(UsageError, match=r"drops no attention weights out, and the config says 0.1: set that to 0"):
         model(**inputs_of("gpt2"), train=True, dropout_rng=jax.random.key(0))
+    with pytest.raises(UsageError, match="'xla', which has no float16 on CPU: take 'blocks', or bfloat16"):
+        model_class(config, attn_implementation="xla", dtype="float16")
     sparse = BigBirdConfig(**SMALL, intermediate_size=16, block_size=4, num_random_blocks=1, max_position_embeddings=64)
     with pytest.raises(UsageError, match="'blocks', and the config's attention_type 'block_sparse'"):
         distaff.FlaxBigBirdModel(sparse, attn_implementation="blocks")(np.ones((1, 64), np.int32))

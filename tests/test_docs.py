@@ -64,6 +64,15 @@ def test_commands_and_flags_exist(page):
         assert {flag.removeprefix("--") for flag in flags} <= flags_of(name), (page.name, words)
 
 
+def test_what_is_imported_is_there():
+    text = "".join(page.read_text() for page in PAGES)
+    found = re.findall(r"^from (distaff[\w.]*) import (.+)$", text, re.MULTILINE)
+    assert len(found) >= 2
+    for module, names in found:
+        for name in names.split(", "):
+            assert hasattr(importlib.import_module(module), name), (module, name)
+
+
 def test_what_is_looked_at():
     text = "Try `distaff train\nclm --x 1` or\n```sh\nsrun distaff eval clm \\\n  --y 2 > log\n```\n```yaml\na: [{b: [distaff, push, --z]}]\n```\n"
     assert list(commands(text)) == [

@@ -138,7 +138,9 @@ def test_an_accelerator_that_was_asked_for(tmp_path):
 
     level, text = found(probes.accelerator, machine(tmp_path, devices=fails))
     assert level == PROBLEM
-    assert "Unable to initialize backend 'tpu': in use" in text
+    assert "Unable to initialize backend 'tpu': in use): see the other lines" in text
+    asked = found(probes.accelerator, machine(tmp_path, devices=fails, environ={"JAX_PLATFORMS": "tpu"}))[1]
+    assert "in use): tpu was asked for, it needs 'jax[tpu]', on a TPU VM; see the other lines" in asked
 
 
 def test_versions(tmp_path):

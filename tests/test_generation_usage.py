@@ -1,5 +1,7 @@
 """`generate` in use: batches, programs, draws, streams, own processors, files of options, and what is refused."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -231,6 +233,12 @@ def test_parameters_of_a_call(model, prompts):
     zeros = jax.tree.map(jnp.zeros_like, model.params)
     assert model.generate(prompts, params=zeros, max_new_tokens=2).sequences[0, -1] == 0
     assert other.generate(prompts, max_new_tokens=2).sequences.shape == (3, 14)
+
+
+def test_a_model_that_has_generated_can_be_pickled(model, prompts):
+    expected = model.generate(prompts, max_new_tokens=2, pad_token_id=62)
+    found = pickle.loads(pickle.dumps(model)).generate(prompts, max_new_tokens=2, pad_token_id=62)
+    np.testing.assert_array_equal(found.sequences, expected.sequences)
 
 
 def test_options_of_the_folder(tmp_path, model, prompts):

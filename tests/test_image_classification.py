@@ -171,13 +171,16 @@ def test_figures_depend_on_neither_batch_nor_devices(models, corpus, tmp_path, r
 # Statistics (case T89).
 
 
-def test_statistics_are_of_training_alone_and_of_the_global_batch(corpus, tmp_path, run_on):
+def test_statistics_are_of_training_alone_and_of_the_global_batch(corpus, tmp_path, run_on, capsys):
     trees = []
     for devices, size in ((1, 8), (2, 4)):
         run_on(devices)
-        words = ("--per_device_train_batch_size", size, "--eval_steps", 1, "--max_grad_norm", 0)
+        words = ("--per_device_train_batch_size", size, "--eval_steps", 1, "--max_grad_norm", 0, "--print_placement")
         assert train(corpus, tmp_path / str(devices), *words, kind="resnet") == 0
         trees.append(load(tmp_path / str(devices)).params)
+        printed = capsys.readouterr().out
+        assert "batch_stats/resnet/stem/norm/mean" in printed
+        assert "parameters: 0.0 MB of 0.0 on a device" in printed
     assert_trees_equal(trees[0]["batch_stats"], trees[1]["batch_stats"], atol=1e-4)
     counts = [int(leaf) for path, leaf in flatten(trees[0]["batch_stats"]).items() if path.endswith("count")]
     assert set(counts) == {3}  # steps of training, whatever was evaluated between them

@@ -142,6 +142,22 @@ def test_every_mesh_trains_alike(kind, capfd):
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
 
 
+def test_a_mesh_without_our_axes_is_refused():
+    auto_class, config = KINDS["gpt2"]
+    for mesh, said in ((jax.make_mesh((8,), ("x",)), r"is x \(Explicit\)"), (8, "is a int")):
+        with pytest.raises(UsageError, match=f"The mesh {said}: it needs the axes data, fsdp, tensor of the type Auto"):
+            auto_class.from_config(config, mesh=mesh)
+    padded, plain = (auto_class.from_config(config, mesh=mesh) for mesh in ("tensor=2,data=4", None))
+    assert padded.mesh == make_mesh(tensor=2)
+    for call in (plain, plain.generate):
+        with pytest.raises(UsageError, match=r"transformer/wte/embedding \(62, 32\) instead of \(61, 32\)"):
+            call(np.ones((1, 3), np.int32), params=padded.params)
+    four = auto_class.from_config(config, mesh=make_mesh(devices=jax.devices()[4:], tensor=2))
+    for call in (padded, padded.generate):
+        with pytest.raises(UsageError, match="lie on different devices, and this FlaxGPT2LMHeadModel on 8 devices"):
+            call(np.ones((1, 3), np.int32), params=four.params)
+
+
 @pytest.mark.parametrize("kind", ["bert", "gpt_neo", "t5", "bart", "vit", "resnet"])
 def test_every_device_holds_an_eighth(kind):
     auto_class, config = KINDS[kind]
@@ -174,7 +190,9 @@ def test_a_mesh_is_read_from_text():
     assert dict(parse_mesh("fsdp=-1").shape) == {"data": 1, "fsdp": 8, "tensor": 1}
 
 
-@pytest.mark.parametrize("text", ["model=2", "data=2,data=4", "fsdp", "tensor=two", "tensor=16", "fsdp=3", "data=0"])
+@pytest.mark.parametrize(
+    "text", ["model=2", "data=2,data=4", "fsdp", "tensor=two", "tensor=16", "fsdp=3", "data=0", "fsdp=--2"]
+)
 def test_a_mesh_that_cannot_be_is_refused(text):
     with pytest.raises(UsageError, match=r"[.]$"):
         parse_mesh(text)

@@ -123,8 +123,10 @@ def test_the_size_of_batches_changes_nothing(folders):
 
 
 def test_a_mesh_changes_nothing(folders):
-    found = pipeline("token-classification", str(folders["bert-tags"]), mesh="data=2,tensor=4")
+    settings = {"mesh": "data=2,tensor=4", "attn_implementation": "blocks"}
+    found = pipeline("token-classification", str(folders["bert-tags"]), **settings)
     assert found.model.mesh.shape["tensor"] == 4
+    assert found.model.module.attn_implementation == "blocks"
     kernel = found.model.params["bert"]["encoder"]["0"]["mlp"]["up"]["kernel"]
     assert len({str(shard.index) for shard in kernel.addressable_shards}) == 4
     assert_same(found(golden.TEXTS), pipeline("token-classification", str(folders["bert-tags"]))(golden.TEXTS))

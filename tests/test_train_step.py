@@ -8,9 +8,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from distaff.core.errors import DistaffError, UsageError
-from distaff.core.mesh import make_mesh
+from distaff.core.mesh import make_mesh, replicated
 from distaff.train import (
     TrainState,
+    collect,
     create_state,
     debugging_nans,
     divide,
@@ -234,6 +235,25 @@ def test_evaluation_does_not_depend_on_the_batch():
             results.append(evaluate(loss_fn, params=make_params(), batches=batches, steps=24 // rows, mesh=mesh))
     for other in results[1:]:
         assert other == pytest.approx(results[0], rel=1e-6)
+
+
+def test_what_is_evaluated_may_lie_elsewhere():
+    """On another mesh, on one device, or on the host."""
+    data, one = make_batch(), make_mesh(devices=jax.devices()[:1])
+
+    def rows(step):
+        return data
+
+    rows.rows, rows.steps_per_epoch, rows.indices = 8, 1, lambda step: (np.arange(8), np.ones(8))
+    host, whole = make_params(), make_mesh(fsdp=8)
+    wanted = evaluate(loss_fn, params=host, batches=rows, steps=1, mesh=one)
+    places = (jax.devices()[3], replicated(make_mesh(devices=jax.devices()[4:])), replicated(whole), replicated(one))
+    for place in places:
+        params = jax.device_put(host, place)
+        for mesh in (None, whole, one):
+            assert evaluate(loss_fn, params=params, batches=rows, steps=1, mesh=mesh) == pytest.approx(wanted)
+            found = collect(lambda params, batch: {"x": batch["x"]}, params=params, batches=rows, mesh=mesh)
+            np.testing.assert_array_equal(np.stack(found["x"]), data["x"])
 
 
 def test_evaluation_keeps_params_and_leaves_out_what_has_no_weight():

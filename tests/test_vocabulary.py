@@ -49,6 +49,27 @@ def test_loss_and_gradients_are_those_of_the_whole(arrays, chunk, smoothing):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("smoothing", "chunk"), [(0.0, 1 << 20), (0.1, 2 * BATCH * VOCAB)])
+def test_padding_changes_nothing_and_gets_no_gradient(arrays, smoothing, chunk):
+    hidden, table, bias, labels, weights = arrays
+    more = jnp.pad(table, ((0, 9), (0, 0)), constant_values=2.0), jnp.pad(bias, (0, 9), constant_values=50.0)
+
+    def loss(hidden, table, bias):
+        projection = Projection(hidden, table, bias, VOCAB)
+        return cross_entropy_sum(projection, labels, weights, label_smoothing=smoothing, chunk=chunk)
+
+    found, (by_hidden, *others) = jax.value_and_grad(loss, argnums=(0, 1, 2))(hidden, *more)
+    wanted, (same, *without) = jax.value_and_grad(loss, argnums=(0, 1, 2))(hidden, table, bias)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    np.testing.assert_allclose(by_hidden, same, atol=1e-5)
+    for ours, theirs in zip(others, without, strict=True):
+        np.testing.assert_allclose(ours[:VOCAB], theirs, atol=1e-5)
+        assert not ours[VOCAB:].any()
+    padded, plain = Projection(hidden, *more, VOCAB), Projection(hidden, table, bias)
+    np.testing.assert_allclose(padded.logits(), plain.logits(), rtol=1e-6)
+    np.testing.assert_allclose(score_sums(padded, labels, weights), score_sums(plain, labels, weights), rtol=1e-6)
+
+
 def test_scores_count_hits(arrays):
     hidden, table, bias, labels, weights = arrays
     projection = Projection(hidden, table, bias)

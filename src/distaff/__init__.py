@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from distaff.models import FAMILIES, public_names
 
 if TYPE_CHECKING:
+    from distaff.core.mesh import make_mesh as make_mesh
     from distaff.models.auto import *  # noqa: F403
     from distaff.models.bart import *  # noqa: F403
     from distaff.models.bert import *  # noqa: F403
@@ -39,6 +40,7 @@ _HOMES = {
     "FlaxAutoModel": "distaff.models.auto",
     **{f"FlaxAutoModel{head}": "distaff.models.auto" for head in _AUTO_HEADS},
     "pipeline": "distaff.pipelines",
+    "make_mesh": "distaff.core.mesh",
 }
 
 __all__ = sorted(_HOMES)

@@ -25,7 +25,7 @@ class ImageClassificationPipeline:
         image_processor: a folder, a Hub id, or an object, by default the model's.
         batch_size: images at a time.
         top_k, function_to_apply: defaults of calls.
-        settings: `revision` and `token`.
+        settings: `dtype`, `mesh` and `attn_implementation` of the model; `revision` and `token`.
     """
 
     task: ClassVar[str] = "image-classification"
@@ -47,7 +47,7 @@ class ImageClassificationPipeline:
         if unknown := sorted(settings.keys() - {"revision", "token"}):
             raise UsageError(
                 f"The image-classification pipeline has no setting '{unknown[0]}': it has image_processor, batch_size, "
-                "top_k, function_to_apply, dtype, mesh, revision and token."
+                "top_k, function_to_apply, dtype, mesh, attn_implementation, revision and token."
             )
         if isinstance(image_processor, str | os.PathLike):
             image_processor = open_image_processor(resolve(str(image_processor), weights=False))

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from distaff.core.errors import DataError, UsageError, listed
-from distaff.core.mesh import parse_mesh
 from distaff.hub import open_tokenizer, resolve
 
 # Rows are padded to one of these and from then on to multiples of the last, so that texts are few programs.
@@ -19,7 +18,7 @@ _LENGTHS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # Of what comes one by one, so many batches are sorted by length together.
 _HELD_BATCHES = 16
 _WHERE = ("revision", "token")
-_LOADING = ("dtype", "mesh")
+_LOADING = ("dtype", "mesh", "attn_implementation")
 
 Row = Mapping[str, Sequence[int]]
 
@@ -27,8 +26,6 @@ Row = Mapping[str, Sequence[int]]
 def loading_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Take from `settings` those that a model is loaded with, and return them as `from_pretrained` has them."""
     given = {name: settings.pop(name, None) for name in _LOADING}
-    if isinstance(given["mesh"], str):
-        given["mesh"] = parse_mesh(given["mesh"])
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -36,7 +33,8 @@ class TextPipeline:
     """A callable over texts: `model` is a folder, a Hub id, or a model object with its `tokenizer`.
 
     batch_size: rows that are computed together. dtype: of the computation. mesh: devices to compute on, as a mesh or as
-    in `data=2,tensor=4`. revision, token: of the Hub.
+    in `data=2,tensor=4`. attn_implementation: how attention is computed, see docs/parallelism.md. revision, token: of
+    the Hub.
     """
 
     task: ClassVar[str] = ""

@@ -1,13 +1,18 @@
 """Where a model's parameters lie on a mesh, from the logical axes of their rows."""
 
 import abc
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
+from flax.errors import ScopeParamShapeError
 from jax.sharding import Mesh, NamedSharding
 
-from distaff.core.mesh import param_sharding
+from distaff.core.errors import UsageError
+from distaff.core.mesh import on, param_sharding
 from distaff.core.tree import Tree, flatten
+from distaff.loading import refuse_misfits
 from distaff.weights import Leaf
 
 
@@ -56,6 +61,24 @@ class Placed(abc.ABC):
         """Return the parameters and keep none, for a training that takes them: two copies would need twice the room."""
         params, self._params = self.params, None
         return params
+
+    @contextlib.contextmanager
+    def computing(self, params: Tree, *arguments: Tree) -> Iterator[None]:
+        """Let the programs of a call know the mesh. Raises `UsageError` for what is of a model on another one."""
+        try:
+            with on(self.mesh, params, *arguments):
+                yield
+        except ScopeParamShapeError:
+            refuse_misfits(params, self.params_shape_tree, name=type(self).__name__)
+            raise
+        except ValueError as error:
+            if "incompatible devices" not in str(error):
+                raise
+            where = "on no mesh" if self.mesh is None else f"on {self.mesh.size} devices"
+            raise UsageError(
+                f"Parameters and inputs lie on different devices, and this {type(self).__name__} {where}: bring them "
+                "together with jax.device_put, or load the model with mesh=... where they are."
+            ) from error
 
     def _sharding(self, leaf: Leaf, shape: tuple[int, ...]) -> NamedSharding | None:
         return None if self.mesh is None else param_sharding(self.mesh, shape, leaf.axes, self.indivisible())

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from distaff.core.apply import jitted_apply
 from distaff.core.errors import UsageError, listed
-from distaff.core.mesh import on
+from distaff.core.mesh import checked_mesh
 from distaff.core.precision import cast_floating, cast_shapes, dtype_of, is_floating
 from distaff.core.processes import gathered
 from distaff.core.tree import Tree, flatten, unflatten
@@ -64,8 +64,9 @@ class FlaxPreTrainedModel(Placed):
         seed: of the random parameters.
         dtype: dtype of the computation. Norms, softmax and losses stay float32.
         param_dtype: dtype in which parameters are kept.
-        mesh: devices to place the parameters on, by the logical axes of their rows, and to compute on. A vocabulary
-            that does not divide is padded there; nobody sees it (`resize_token_embeddings`).
+        mesh: devices to place the parameters on, by the logical axes of their rows, and to compute on, as a mesh or as
+            in `data=2,tensor=4`. A vocabulary that does not divide is padded there; nobody sees it
+            (`resize_token_embeddings`).
         _do_init: False keeps shapes only; parameters then come with each call.
         module_fields: `gradient_checkpointing`, `scan_layers`, `attn_implementation`; see docs/parallelism.md.
     """
@@ -90,16 +91,17 @@ class FlaxPreTrainedModel(Placed):
         seed: int = 0,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
-        mesh: Mesh | None = None,
+        mesh: Mesh | str | None = None,
         _do_init: bool = True,
         **module_fields: Any,
     ):
         if config is None:
             raise UsageError(f"{type(self).__name__} needs a config.")
         self.check_config(config)
-        self.config = padded_for(config, mesh) if module is None else config
+        self.mesh = None if mesh is None else checked_mesh(mesh)
+        self.config = padded_for(config, self.mesh) if module is None else config
         self.dtype, self.param_dtype = dtype_of(dtype), dtype_of(param_dtype)
-        self.input_shape, self.seed, self.mesh = input_shape, seed, mesh
+        self.input_shape, self.seed = input_shape, seed
         self.module = module if module is not None else self._make_module(**module_fields)
         self.loading_report = LoadingReport()
         self.params_shape_tree = self._shapes()
@@ -231,7 +233,7 @@ class FlaxPreTrainedModel(Placed):
         params = self.params if params is None else params
         if list(params) == ["params"]:
             raise UsageError("params is what a module's init returns: pass what is in it, params=variables['params'].")
-        with on(self.mesh, params, arrays):
+        with self.computing(params, arrays):
             return self._jitted(params, arrays, dropout_rng, train=train, options=tuple(sorted(options.items())))
 
     # Loading and saving.
@@ -249,7 +251,7 @@ class FlaxPreTrainedModel(Placed):
         subfolder: str = "",
         local_files_only: bool = False,
         ignore_mismatched_sizes: bool = False,
-        mesh: Mesh | None = None,
+        mesh: Mesh | str | None = None,
         seed: int = 0,
         _do_init: bool = True,
         **overrides: Any,
@@ -350,7 +352,7 @@ class FlaxPreTrainedModel(Placed):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle keeps: everything but compiled programs."""
-        return {name: value for name, value in vars(self).items() if name != "_jitted"}
+        return {name: value for name, value in vars(self).items() if name not in ("_jitted", "_programs")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take what `__getstate__` kept."""

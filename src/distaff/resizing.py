@@ -56,7 +56,7 @@ def resize_token_embeddings(
     holds the new ones.
 
     With `pad_to_multiple_of` the arrays get rows beyond `new_size` up to a multiple of it, which accelerators and
-    meshes like. Nobody else sees them: no logit is computed of them, `config.vocab_size` is `new_size`, and
+    meshes like. Nobody else sees them: they have no logit in any answer, `config.vocab_size` is `new_size`, and
     `save_pretrained` writes the entries alone. (In Transformers they are entries like any other.)
 
     Raises `UsageError` for a model without a vocabulary, and for a size or a multiple below 1.

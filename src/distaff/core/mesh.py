@@ -1,6 +1,7 @@
 """Meshes with the named axes `data`, `fsdp` and `tensor`, and where batches and parameters go on them."""
 
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,23 @@ def make_mesh(*, data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequen
         return Mesh(placed, AXES, axis_types=auto)
 
 
+def checked_mesh(mesh: Any) -> Mesh:
+    """Return `mesh`, or the one that a text describes. Raises `UsageError` for one without the axes that are used."""
+    if isinstance(mesh, str):
+        return parse_mesh(mesh)
+    if isinstance(mesh, Mesh):
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types))
+        if all(kinds.get(axis) is AxisType.Auto for axis in AXES):
+            return mesh
+        said = ", ".join(f"{axis} ({kind.name})" for axis, kind in kinds.items())
+    else:
+        said = f"a {type(mesh).__name__}"
+    raise UsageError(
+        f"The mesh is {said}: it needs the axes {', '.join(AXES)} of the type Auto, as make_mesh(data=2, fsdp=4) "
+        "makes it."
+    )
+
+
 def _check_processes(devices: Sequence[Any], sizes: Sequence[int]) -> None:
     """Raise `UsageError` where several processes would need the same rows: each is dealt rows of its own."""
     processes = len({device.process_index for device in devices})
@@ -66,7 +84,7 @@ def parse_mesh(text: str | None, devices: Sequence[Any] | None = None) -> Mesh:
     sizes: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in (text or "").split(","))):
         name, equals, size = (piece.strip() for piece in part.partition("="))
-        if name not in AXES or not equals or name in sizes or not size.lstrip("-").isdigit():
+        if name not in AXES or not equals or name in sizes or not re.fullmatch(r"-?[0-9]+", size):
             raise UsageError(
                 f"The mesh '{text}' is not understood at '{part}': write each of {', '.join(AXES)} at most once with "
                 "its size, as in data=2,fsdp=2,tensor=2; -1 is what the others leave."
@@ -135,6 +153,19 @@ def divides(mesh: Mesh, size: int, axis: str | None, units: Mapping[str, int] | 
     """Tell whether a dimension of `size` on the logical `axis` can be split over the mesh axis of its rule."""
     parts = mesh.shape[RULES[axis]] if axis in RULES else 1
     return size % parts == 0 and (units or {}).get(axis or "", size) % parts == 0
+
+
+def on_devices(tree: Tree, mesh: Mesh) -> Tree:
+    """Return `tree` on the devices of `mesh`: what lies there stays as it lies, all else comes whole to each."""
+    devices = list(mesh.devices.flat)
+
+    def brought(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and list(sharding.mesh.devices.flat) == devices:
+            return leaf
+        return jax.device_put(leaf, replicated(mesh))
+
+    return jax.tree.map(brought, tree)
 
 
 def place(batch: Tree, sharding: NamedSharding) -> Tree:

@@ -100,7 +100,7 @@ class ForCausalLM(nn.Module):
         else:
             fields = (vocab_rows(self.config), hidden.shape[-1], self.initializer_range, self.param_dtype)
             table = Decoder(*fields, name="lm_head")()
-        projection = Projection.of(self.config.vocab_size, hidden, table)
+        projection = Projection(hidden, table, vocab=self.config.vocab_size)
         logits = projection if lazy_logits else projection.logits()
         return FlaxCausalLMOutputWithPast(logits, outputs.past_key_values, outputs.hidden_states, outputs.attentions)
 

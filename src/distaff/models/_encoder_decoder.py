@@ -218,7 +218,7 @@ class ForConditionalGeneration(HeadedEncoderDecoder):
     def projection(self, hidden: jax.Array) -> Projection:
         """Return the logits to be of `hidden` `[batch, length, embed]`."""
         table = self.model.shared.embedding if self.config.tie_word_embeddings else self.lm_head()
-        return Projection.of(self.config.vocab_size, hidden, table)
+        return Projection(hidden, table, vocab=self.config.vocab_size)
 
     def decode(self, *inputs: Any, lazy_logits: bool = False, **options: Any) -> FlaxCausalLMOutputWithCrossAttentions:
         """Return logits `[batch, length, vocab]`, inputs as `EncoderDecoder.decode`.

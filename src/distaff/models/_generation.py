@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from distaff.core.errors import DataError, UsageError
-from distaff.core.mesh import on
 from distaff.core.tree import Tree
 from distaff.generation import options as generation_options
 from distaff.generation.decoders import CausalDecoder, EncoderDecoder, Inputs, blank_of
@@ -112,7 +111,7 @@ class Generates(FlaxPreTrainedModel):
         init_cache: Any = self.init_cache  # type: ignore[attr-defined]
         blank = blank_of(lambda: init_cache(batch, started.shape[1] + plan.capacity))
         params = self.params if params is None else params
-        with on(self.mesh):
+        with self.computing(params):
             if streamer is None:
                 state = self._compiled.whole(params, call, blank=blank, plan=plan)
             else:

@@ -167,10 +167,8 @@ class BartForConditionalGenerationModule(parts.ForConditionalGeneration):
 
     def projection(self, hidden: jax.Array) -> Projection:
         """Return the logits to be of `hidden` `[batch, length, embed]`."""
-        projection = super().projection(hidden)
         # A buffer in PyTorch, no parameter: it gets no gradient.
-        bias = jax.lax.stop_gradient(self.final_logits_bias[0])
-        return Projection(projection.hidden, projection.table, bias[: self.config.vocab_size])
+        return replace(super().projection(hidden), bias=jax.lax.stop_gradient(self.final_logits_bias[0]))
 
 
 class BartClassificationHead(nn.Module):

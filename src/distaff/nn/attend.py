@@ -84,8 +84,8 @@ def attend_by_library(
 ) -> jax.Array:
     """Return `[batch, heads, queries, head_dim]` for scaled queries, by `jax.nn.dot_product_attention`.
 
-    What it knows no argument for is written out as a bias. Raises `UsageError` for dropout and float32, where it has
-    none.
+    What it knows no argument for is written out as a bias. Raises `UsageError` for dropout, and for dtypes that it does
+    not have here.
     """
     if dropout_rate:
         raise UsageError(
@@ -94,6 +94,8 @@ def attend_by_library(
         )
     if implementation == "cudnn" and query.dtype not in _FUSED_DTYPES:
         raise UsageError(f"cuDNN attends in bfloat16 or float16, not in {query.dtype}: set dtype, or take 'blocks'.")
+    if implementation == "xla" and query.dtype == jnp.float16 and jax.default_backend() == "cpu":
+        raise UsageError("attn_implementation is 'xla', which has no float16 on CPU: take 'blocks', or bfloat16.")
     square = query.shape[2] == key.shape[2]
     causal = sight.causal and square and not jax.tree.leaves(sight)
     bias = None if causal else sight.bias(query.shape[2], key.shape[2])

@@ -71,7 +71,7 @@ class LMHead(nn.Module):
         if table is None:
             fields = (rows, hidden.shape[-1], self.initializer_range, self.param_dtype)
             table = Decoder(*fields, name="decoder")()
-        return Projection.of(self.vocab_size, hidden, table, bias)
+        return Projection(hidden, table, bias, self.vocab_size)
 
 
 class Pooler(nn.Module):

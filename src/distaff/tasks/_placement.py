@@ -9,9 +9,11 @@ import optax
 from jax.sharding import Mesh
 
 from distaff.core.mesh import RULES, divides
+from distaff.core.processes import is_first
 from distaff.core.tree import flatten
 from distaff.pretrained import FlaxPreTrainedModel
 from distaff.tasks._flags import ModelFlags
+from distaff.tasks._planned import parts
 from distaff.train.state import opt_state_shardings
 
 _HEADER = ("parameter", "of them", "shape", "split over", "MB a device", "")
@@ -19,7 +21,7 @@ _HEADER = ("parameter", "of them", "shape", "split over", "MB a device", "")
 
 def show(flags: ModelFlags, model: Any, tx: optax.GradientTransformation, mesh: Mesh) -> None:
     """With --print_placement, print a line a parameter, those of layers together, and what a device holds of all."""
-    if not flags.print_placement:
+    if not (flags.print_placement and is_first()):
         return
     table: list[tuple[str, ...]] = [_HEADER]
     for name, part in getattr(model, "models", {"": model}).items():
@@ -63,8 +65,9 @@ def _remark(model: FlaxPreTrainedModel, mesh: Mesh, shape: Any, axes: Any, fille
 
 
 def _totals(model: Any, tx: optax.GradientTransformation, mesh: Mesh) -> str:
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model.params)
-    placed = jax.tree.map(lambda leaf: leaf.sharding, model.params)
+    trained, _ = parts(model.params)
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), trained)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, trained)
     moments = jax.eval_shape(tx.init, params)
     sizes = [_sum(params, placed), _sum(moments, opt_state_shardings(moments, params, placed, mesh))]
     named = zip(("parameters", "optimizer state"), sizes)

@@ -194,16 +194,19 @@ def accelerator(machine: Machine, *, asked: str | None = None) -> list[Finding]:
     """What jax computes on, against what was asked for by `asked` or JAX_PLATFORMS."""
     wanted = asked or machine.environ.get("JAX_PLATFORMS", "").split(",")[0] or None
     wanted = {"cuda": "gpu", "rocm": "gpu"}.get(wanted or "", wanted)
+    known = {"gpu": "its driver and 'jax[cuda13]'", "tpu": "'jax[tpu]', on a TPU VM"}
+    needs = f"it needs {known.get(wanted or '', f'JAX_PLATFORMS={wanted}')}"
     try:
         devices = machine.devices()
     except Exception as error:  # each backend raises its own
         reason = " ".join(str(error).split())[:300].rstrip(".")
-        return [Finding(PROBLEM, f"jax finds no devices ({reason}): see the other lines, or unset JAX_PLATFORMS.")]
+        advice = f"{wanted} was asked for, {needs}; " if wanted in known else ""
+        text = f"jax finds no devices ({reason}): {advice}see the other lines, or unset JAX_PLATFORMS."
+        return [Finding(PROBLEM, text)]
     kinds = ", ".join(f"{devices.kinds.count(kind)} x {kind}" for kind in dict.fromkeys(devices.kinds))
     said = f"jax computes on {devices.backend}: {kinds}."
     if wanted is not None and wanted != devices.backend:
-        advice = {"gpu": "its driver and 'jax[cuda13]'", "tpu": "'jax[tpu]', on a TPU VM"}.get(wanted, "JAX_PLATFORMS")
-        return [Finding(PROBLEM, f"{said} {wanted} was asked for and is not found: it needs {advice}.")]
+        return [Finding(PROBLEM, f"{said} {wanted} was asked for and is not found: {needs}.")]
     unused = driver_of(machine)[1] or _GOOGLE in machine.makers()
     if wanted is None and devices.backend == "cpu" and unused:
         return [Finding(PROBLEM, f"{said} The accelerator of this machine is not used: see the other lines.")]

@@ -65,7 +65,7 @@ def load_config(flags: ModelFlags, tokenizer, token: str | None = None):
         try:
             config = AutoConfig.from_pretrained(folder)
         except Exception as error:  # each config class raises its own
-            raise CheckpointError(f"'{name}' holds no config that opens: {_first_line(error)}") from error
+            raise CheckpointError(f"'{name}' holds no config that opens: {_first_line(error)}.") from error
     elif flags.model_type is None:
         raise UsageError("There is no model: give --model_name_or_path, --config_name or --model_type.")
     else:

@@ -25,8 +25,14 @@ RENTED = {
     "v6e-8": "v6e:2x4",
     "v6e-16": "v6e:4x4",
 }
-# What the process must know before jax is imported, so that it looks for no TPU and asks no server.
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+# What the process must know before jax is imported, so that it looks for no TPU, asks no server, and compiles beside
+# another process that has the library.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 _NAME = re.compile(r"(\w+):(\d+(?:x\d+){1,2})")
 # Kinds whose hosts have up to eight chips in a grid of two dimensions.
 _FLAT = ("v5e", "v6e")

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from distaff.core.errors import CheckpointError, DistaffError, UsageError, listed
 from distaff.core.processes import everywhere
 from distaff.core.tree import Tree, path_of
-from distaff.train.relayout import as_stored, as_wanted
+from distaff.train.relayout import as_stored, as_wanted, cut_off
 from distaff.train.state import TrainState, abstract_state
 
 logger = logging.getLogger("distaff.train")
@@ -249,6 +249,11 @@ def _restore_items(
         read = reader.restore(step, args=ocp.args.Composite(**args))
     if with_meta and not isinstance(read["meta"], dict):
         raise ValueError("its meta is no JSON object")
+    if lost := cut_off(read["params"], items["params"]) if "params" in items else []:
+        raise CheckpointError(
+            f"The checkpoint {folder} has a larger vocabulary than this run, in {listed(lost)}: resume with the config "
+            "and the tokenizer that the run was begun with."
+        )
     return {**read, **{name: as_wanted(read[name], item) for name, item in items.items()}}
 
 
@@ -276,7 +281,9 @@ def _specifications(tree: Tree) -> dict[str, str]:
 
 
 def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
-    return {path_of(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    """Return the shapes of stored arrays by path, and () where an optimizer keeps nothing of a parameter."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None)
+    return {path_of(path): tuple(getattr(leaf, "shape", ())) for path, leaf in leaves}
 
 
 def _plain(tree: Tree) -> Tree:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from distaff.core.mesh import make_mesh, on, replicated
+from distaff.core.mesh import checked_mesh, make_mesh, on, on_devices, replicated
 from distaff.core.tree import Tree
 from distaff.train.prefetch import Prefetch
 from distaff.train.step import place_eval_rows
@@ -43,9 +43,11 @@ def collect(
 ) -> dict[str, list[np.ndarray]]:
     """Return for each output of `forward` one array a row, in the order of the rows and without those that fill up.
 
-    Arrays of rows from different batches may differ in length.
+    Arrays of rows from different batches may differ in length. `params` and `carried` are brought to `mesh` as in
+    `evaluate`.
     """
-    mesh = make_mesh() if mesh is None else mesh
+    mesh = make_mesh() if mesh is None else checked_mesh(mesh)
+    params, carried = on_devices((params, carried), mesh)
     found: dict[str, list[Any]] = {}
     pending: deque[dict[str, jax.Array]] = deque()
 

@@ -5,7 +5,7 @@ from collections import deque
 import jax
 from jax.sharding import Mesh
 
-from distaff.core.mesh import make_mesh, on
+from distaff.core.mesh import checked_mesh, make_mesh, on, on_devices
 from distaff.core.tree import Tree
 from distaff.train.metrics import Sums, divide
 from distaff.train.prefetch import Batches, Prefetch
@@ -23,9 +23,11 @@ def evaluate(
 ) -> dict[str, float]:
     """Return each metric of `loss_fn` over `batches(0)` to `batches(steps - 1)`, whatever their size.
 
-    `params`, and what is `carried` beside them, stay as they are. A metric whose weights are all zero is left out.
+    `params`, and what is `carried` beside them, stay as they are; what does not lie on the devices of `mesh` is copied
+    there, whole to each. A metric whose weights are all zero is left out.
     """
-    mesh = make_mesh() if mesh is None else mesh
+    mesh = make_mesh() if mesh is None else checked_mesh(mesh)
+    params, carried = on_devices((params, carried), mesh)
     totals: dict[str, tuple[float, float]] = {}
     pending: deque[Sums] = deque()
 

@@ -19,7 +19,7 @@ import optax
 from jax.sharding import Mesh
 
 from distaff.core.errors import CheckpointError, UsageError
-from distaff.core.mesh import make_mesh
+from distaff.core.mesh import checked_mesh, make_mesh
 from distaff.core.processes import Appointment, agreed
 from distaff.core.tree import Tree
 from distaff.train.best import Best
@@ -112,7 +112,7 @@ def fit(
     Raises UsageError for settings that cannot be, CheckpointError, and DistaffError for a loss that is not finite.
     """
     _check(config, eval_batches, score)
-    mesh = make_mesh() if mesh is None else mesh
+    mesh = make_mesh() if mesh is None else checked_mesh(mesh)
     output = None if config.output_dir is None else Path(config.output_dir)
     source = _find_source(config, output)
     begun: dict[str, Any] = {"seed": config.seed, "averaged": config.ema_decay is not None}

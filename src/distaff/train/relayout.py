@@ -5,7 +5,7 @@ The target of a restore says how arrays shall be, a checkpoint how they are. `as
 """
 
 from collections.abc import Mapping
-from operator import itemgetter
+from functools import partial
 from typing import Any
 
 import jax
@@ -44,12 +44,31 @@ def as_wanted(read: Tree, target: Tree) -> Tree:
     def subtree(want: Any, have: Any) -> Any:
         if _is_layers(want) and STACKED in want and STACKED not in have:
             parts = [have[str(index)] for index in range(len(have))]
-            have = {STACKED: jax.tree.map(lambda *each: jnp.stack(each), *parts)}
+            have = {STACKED: jax.tree.map(_together, want[STACKED], *parts)}
         elif _is_layers(want) and STACKED in have and STACKED not in want:
-            have = {name: jax.tree.map(itemgetter(int(name)), have[STACKED]) for name in want}
+            have = {
+                name: jax.tree.map(partial(_apart, int(name)), layer, have[STACKED]) for name, layer in want.items()
+            }
         return jax.tree.map(_fitted, want, have)
 
     return jax.tree.map(subtree, target, read, is_leaf=_is_layers)
+
+
+def cut_off(read: Tree, target: Tree) -> list[str]:
+    """Return the paths of arrays of which `target` has no place for more than padding, which is zeros."""
+    wanted = _shapes(target)
+    found = []
+    for key_path, have in jax.tree_util.tree_leaves_with_path(read):
+        shape = wanted.get(path_of(key_path), have.shape)
+        if len(shape) == have.ndim and any(size < more for size, more in zip(shape, have.shape)):
+            kept = jnp.count_nonzero(have[tuple(map(slice, shape))])
+            if int(kept) != int(jnp.count_nonzero(have)):
+                found.append(path_of(key_path))
+    return found
+
+
+def _shapes(tree: Tree) -> dict[str, Shape]:
+    return {path_of(key_path): leaf.shape for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _is_layers(node: Any) -> bool:
@@ -64,25 +83,45 @@ def _numbers(count: int) -> set[str]:
 def _stored_layers(node: Any, path: str, stored: Mapping[str, Shape]) -> Any:
     """Return the layers at `path` stacked where they are stored so, and apart where they are stored apart."""
     parts = [name.removeprefix(f"{path}/").partition("/")[0] for name in stored if name.startswith(f"{path}/")]
-    if STACKED in node and set(parts) == _numbers(len(set(parts))):
-        one = jax.tree.map(lambda leaf: _like(leaf, leaf.shape[1:], leaf.sharding.spec[1:]), node[STACKED])
-        return {str(index): one for index in range(len(set(parts)))}
+    count = len(set(parts))
+    if STACKED in node and set(parts) == _numbers(count):
+
+        def one(inside: str, leaf: Any) -> Any:
+            if len(stored.get(f"{path}/0/{inside}", ())) == leaf.ndim:
+                return leaf
+            return _like(leaf, leaf.shape[1:], leaf.sharding.spec[1:])
+
+        return dict.fromkeys(_numbers(count), map_with_path(one, node[STACKED]))
     if STACKED not in node and STACKED in parts:
-        count = len(node)
-        return {
-            STACKED: jax.tree.map(
-                lambda leaf: _like(leaf, (count, *leaf.shape), (None, *leaf.sharding.spec)), node["0"]
-            )
-        }
+
+        def every(inside: str, leaf: Any) -> Any:
+            if len(stored.get(f"{path}/{STACKED}/{inside}", ())) == leaf.ndim:
+                return leaf
+            return _like(leaf, (len(node), *leaf.shape), (None, *leaf.sharding.spec))
+
+        return {STACKED: map_with_path(every, node["0"])}
     return node
 
 
+def _together(want: Any, *parts: Any) -> Any:
+    """Return the arrays of layers as one. Adafactor has the same number in the place of what it does not keep."""
+    return parts[0] if parts[0].ndim == want.ndim else jnp.stack(parts)
+
+
+def _apart(index: int, want: Any, have: Any) -> Any:
+    """Return the array of one layer."""
+    return have if have.ndim == want.ndim else have[index]
+
+
 def _stored_padding(leaf: Any, shape: Shape | None, filled: Shape | None) -> Any:
-    """Return `leaf` with the stored `shape` where both hold the same `filled` part."""
-    if shape is None or filled is None or shape == leaf.shape or len(shape) != len(filled):
+    """Return `leaf` with the stored `shape` where they differ on one axis, by padding behind what is `filled`."""
+    if shape is None or filled is None or len(shape) != leaf.ndim:
         return leaf
-    holds = all(size >= part for size, part in zip(shape, filled)) and len(leaf.shape) == len(filled)
-    return _like(leaf, shape, leaf.sharding.spec) if holds else leaf
+    # Moments may lack axes of their parameter, as Adafactor's rows and columns do, and SM3's.
+    parts = filled if len(filled) == leaf.ndim else (min(filled),) * leaf.ndim
+    apart = [(one, other, part) for one, other, part in zip(shape, leaf.shape, parts) if one != other]
+    padded = len(apart) == 1 and min(apart[0]) == apart[0][2]
+    return _like(leaf, shape, leaf.sharding.spec) if padded else leaf
 
 
 def _like(leaf: Any, shape: Shape, spec: Any) -> jax.ShapeDtypeStruct:
@@ -107,5 +146,6 @@ def _fitted(want: Any, have: Any) -> Any:
 def _ending(path: str, filled: Mapping[str, Shape]) -> Shape | None:
     """Return the shape of the parameter whose path ends `path`: moments stand under the paths of their parameters."""
     parts = path.split("/")
-    ends = ("/".join(parts[start:]) for start in range(len(parts)))
+    # SM3 keeps a list under a parameter's path.
+    ends = ("/".join(parts[start:end]) for end in (len(parts), len(parts) - 1) for start in range(end))
     return next((filled[end] for end in ends if end in filled), None)
