@@ -117,11 +117,10 @@ def test_eval_command_repeats_the_runs_figures(corpus, finished, tmp_path, capsy
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--gradient_accumulation_steps", "2"),
-        ("--segment_documents", "--keep_linebreaks", "False"),
+        ("--gradient_accumulation_steps", "2", "--segment_documents", "--keep_linebreaks", "False"),
         ("--streaming", "--num_eval_samples", "20", "--shuffle_buffer_size", "5", "--keep_linebreaks", "False"),
     ],
-    ids=["files", "segments", "streaming"],
+    ids=["files", "streaming"],
 )
 def test_stop_and_resume_equals_an_uninterrupted_run(corpus, tmp_path, flags):
     """With dropout (cases T68 and T69); resumed twice in test_mlm."""

@@ -83,11 +83,10 @@ def test_run_and_evaluation(recipe, corpus, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("recipe", "flags"),
     [
-        ("t5-mlm", ("--gradient_accumulation_steps", "2")),
-        ("bart-dlm", ()),
+        ("bart-dlm", ("--gradient_accumulation_steps", "2")),
         ("t5-mlm", ("--streaming", "--num_eval_samples", "20", "--shuffle_buffer_size", "5")),
     ],
-    ids=["t5", "bart", "streaming"],
+    ids=["files", "streaming"],
 )
 def test_stop_and_resume_equals_an_uninterrupted_run(recipe, flags, corpus, tmp_path):
     stream = "--streaming" in flags

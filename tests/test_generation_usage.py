@@ -76,12 +76,11 @@ def counted(model, batches, **options):
 @pytest.mark.parametrize(
     ("options", "most"),
     [
-        ({"max_new_tokens": 2}, 8),
         ({"max_length": 124}, 8),
         ({"max_new_tokens": 3, "min_length": 40, "forced_bos_token_id": 5}, 8),
         ({"max_new_tokens": lambda number: (1, 3, 60, 64, 65, 128)[number % 6]}, 12),
     ],
-    ids=["same", "total", "minimum", "others"],
+    ids=["total", "minimum", "others"],
 )
 def test_few_programs_for_many_lengths_and_batches(options, most):
     """200 prompts of 1 to 120 tokens in batches of 1 to 8; each size of prompts and new tokens with each of rows."""

@@ -54,7 +54,7 @@ def test_a_run_on_a_mesh_is_that_of_one_device_and_goes_on_on_another(corpus, tm
     every = jax.devices()
     monkeypatch.setattr(jax, "devices", lambda *names: every[:4])
     assert train(corpus, tmp_path / "many", "fsdp=2,tensor=2", "--save_steps", "4", rows=2) == 0
-    for mesh, devices, rows in (("data=2,tensor=4", 8, 2), ("tensor=2", 2, 4), ("data=1", 1, 4)):
+    for mesh, devices, rows in (("data=2,tensor=4", 8, 2), ("tensor=2", 2, 4)):
         monkeypatch.setattr(jax, "devices", lambda *names, devices=devices: every[:devices])
         as_if_killed(tmp_path / "many", tmp_path / mesh, step=4)
         assert train(corpus, tmp_path / mesh, mesh, "--resume_from_checkpoint", rows=rows) == 0

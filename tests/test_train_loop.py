@@ -108,9 +108,11 @@ def assert_same_state(left, right):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-@pytest.mark.parametrize("adafactor", [False, True], ids=["adamw", "adafactor"])
-@pytest.mark.parametrize("data", [lambda: batches, Stream], ids=["function", "stream"])
-@pytest.mark.parametrize("log_every", [1, 3])
+@pytest.mark.parametrize(
+    ("adafactor", "data", "log_every"),
+    [(False, lambda: batches, 1), (False, Stream, 3), (True, lambda: batches, 3), (True, Stream, 1)],
+    ids=["adamw", "adamw-stream", "adafactor", "adafactor-stream"],
+)
 def test_stopped_and_resumed_twice_equals_at_once(tmp_path, adafactor, data, log_every):
     settings = {"adafactor": adafactor, "log_every": log_every}
     whole = run(tmp_path / "whole", data=data(), **settings)
