@@ -8,9 +8,9 @@ BIN = $(VENV)/bin
 run: $(VENV)/ready
 	$(BIN)/distaff quickstart
 
-# Three workers on two processors: some tests wait for other processes. In order, so that no long file comes last.
+# In their order: by default files of few tests come last, and some of those take long.
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # What the compiler of TPUs makes of a step, on any machine. libtpu lies beside the environment, in which jax would look
 # for a TPU because of it.

@@ -52,14 +52,19 @@ def assert_same_run(ours, theirs):
 
 def test_a_run_on_a_mesh_is_that_of_one_device_and_goes_on_on_another(corpus, tmp_path, monkeypatch):
     every = jax.devices()
-    monkeypatch.setattr(jax, "devices", lambda *names: every[:4])
+
+    def have(count):
+        monkeypatch.setattr(jax, "devices", lambda *names: every[:count])
+
+    have(4)
     assert train(corpus, tmp_path / "many", "fsdp=2,tensor=2", "--save_steps", "4", rows=2) == 0
     for mesh, devices, rows in (("data=2,tensor=4", 8, 2), ("tensor=2", 2, 4)):
-        monkeypatch.setattr(jax, "devices", lambda *names, devices=devices: every[:devices])
+        have(devices)
         as_if_killed(tmp_path / "many", tmp_path / mesh, step=4)
         assert train(corpus, tmp_path / mesh, mesh, "--resume_from_checkpoint", rows=rows) == 0
         assert_same_run(tmp_path / "many", tmp_path / mesh)
     # Saving neither moves parameters nor changes a result: the other run saves at its end alone.
+    have(1)
     assert train(corpus, tmp_path / "one", "data=1", rows=4) == 0
     assert_same_run(tmp_path / "many", tmp_path / "one")
 
