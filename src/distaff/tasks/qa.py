@@ -14,7 +14,8 @@ A context that is longer than a window is read in windows that overlap; in train
 How long a small model takes to answer at all, on half of SQuAD 2's development set (4,953 and 1,125 questions of other
 articles), two processors: all-MiniLM-L6 after one epoch, in windows of 384, batches of 8, at 2e-4, 18 minutes, has an
 F1 of 50.6, which is that of never answering (a linear model of words: 38.3); in windows of 192, batches of 16, 17
-minutes, 50.7, and 51.5 with the best threshold. So many steps are too few: the loss is at 2.5 and falls.
+minutes, 50.7, and 51.5 with the best threshold. So many steps are too few: with batches of 4 the loss in evaluation
+is 1.73 where batches of 8 end at 2.56, with the best threshold 51.3: where answers stand comes before whether.
 """
 
 from dataclasses import dataclass
